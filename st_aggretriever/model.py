@@ -1,0 +1,235 @@
+"""Build an Aggretriever from a masked language model, and load one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import import_from_string, load_file_path
+from torch import nn
+
+from st_aggretriever import modules as _modules
+from st_aggretriever.modules import (
+    CLSProjection,
+    Concat,
+    MeanProjection,
+    MLMEncoder,
+    MLMLexicalPooling,
+    SliceMaxAgg,
+    TokenLexicalPooling,
+)
+
+POOLINGS = ("mlm", "tokens", "cls", "mean", "mean+cls")
+
+
+def build_aggretriever(
+    model_name_or_path: str | Path,
+    *,
+    lexical_dim: int = 640,
+    cls_dim: int = 128,
+    query_length: int = 32,
+    document_length: int = 128,
+    pooling: str = "mlm",
+    aggregation: str = "signed",
+    term_weight: str = "abs",
+    activation: str = "softmax",
+    slicing: str = "strided",
+    remainder: str = "pad",
+    excluded_tokens: str = "cls",
+    include_prompt: bool = False,
+    prompts: dict[str, str] | None = None,
+    seed: int = 0,
+    **transformer_kwargs: Any,
+) -> SentenceTransformer:
+    """Turn a pretrained (masked language) model into an untrained Aggretriever.
+
+    The result is a plain ``SentenceTransformer`` whose vectors are ``[cls_embedding ; lexical_embedding]``, float32,
+    compared by dot product. The new weights (term weight, projections) are drawn from ``seed``.
+
+    Args:
+        model_name_or_path: Folder or Hub id. ``pooling="mlm"`` needs a pretrained MLM head; others take any encoder.
+        lexical_dim: D; 0 leaves the lexical part (and the MLM head) away.
+        cls_dim: C; 0 leaves the [CLS] part away.
+        query_length, document_length: Longest query and document in tokens, [CLS] and [SEP] included; cut at what the
+            model's positions allow. Plain ``encode`` uses the document length.
+        pooling: ``"mlm"``, the paper's; ``"tokens"``, the text's own words without MLM head; ``"cls"``, a projection of
+            [CLS] to ``cls_dim`` alone; ``"mean"``, of the mean of all tokens to ``cls_dim + lexical_dim`` (RepBERT);
+            ``"mean+cls"``, of the mean without [CLS] to ``lexical_dim`` beside the [CLS] part.
+        aggregation, slicing, remainder: See :class:`SliceMaxAgg`.
+        term_weight, activation, excluded_tokens, include_prompt: See :class:`MLMLexicalPooling`.
+        prompts: Texts put before queries and documents, ``{"query": ..., "document": ...}``.
+        seed: Of the new weights and of ``slicing="random"``.
+        **transformer_kwargs: Passed to :class:`MLMEncoder`, for instance ``model_kwargs={"dtype": torch.bfloat16}``.
+
+    Returns:
+        SentenceTransformer of dimension C + D (with ``aggregation="none"``, C + V).
+
+    Raises:
+        ValueError: An option is out of its range, no part is left, or the checkpoint lacks what ``pooling`` needs.
+        OSError: The checkpoint cannot be found.
+
+    Example:
+        >>> model = build_aggretriever("bert-base-uncased")  # doctest: +SKIP
+        >>> model.encode_query("what is dense retrieval?").shape  # doctest: +SKIP
+        (768,)
+    """
+    _check_options(pooling, lexical_dim, cls_dim, query_length, document_length)
+    if pooling == "cls":
+        lexical_dim = 0
+    has_head = pooling == "mlm" and lexical_dim > 0
+    encoder = MLMEncoder(
+        str(model_name_or_path),
+        head=has_head,
+        query_length=query_length,
+        document_length=document_length,
+        **transformer_kwargs,
+    )
+    if encoder.prefix_length != 1:
+        raise ValueError(
+            f"build_aggretriever: the tokenizer of {str(model_name_or_path)!r} must put one special token ([CLS]) "
+            f"before a text, but it puts {encoder.prefix_length}; the first token would be taken for [CLS]."
+        )
+    encoder.max_seq_length = document_length
+    hidden_size = encoder.get_embedding_dimension()
+    weighting: dict[str, Any] = {
+        "term_weight": term_weight,
+        "excluded_tokens": excluded_tokens,
+        "include_prompt": include_prompt,
+    }
+    heads: list[nn.Module] = []
+    parts: dict[str, int] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if cls_dim and pooling != "mean":
+            parts["cls_embedding"] = cls_dim
+        if pooling in ("mlm", "tokens") and lexical_dim:
+            vocab_size = encoder.vocab_size()
+            if pooling == "mlm":
+                heads.append(MLMLexicalPooling(hidden_size, activation=activation, **weighting))
+            else:
+                heads.append(TokenLexicalPooling(hidden_size, vocab_size, **weighting))
+            aggregator = SliceMaxAgg(
+                vocab_size, lexical_dim, aggregation=aggregation, slicing=slicing, remainder=remainder, seed=seed
+            )
+            heads.append(aggregator)
+            parts["lexical_embedding"] = aggregator.lexical_dim
+        elif pooling == "mean":
+            parts["mean_embedding"] = cls_dim + lexical_dim
+            heads.append(MeanProjection(hidden_size, cls_dim + lexical_dim, include_prompt=include_prompt))
+        elif pooling == "mean+cls" and lexical_dim:
+            parts["mean_embedding"] = lexical_dim
+            heads.append(MeanProjection(hidden_size, lexical_dim, include_cls=False, include_prompt=include_prompt))
+        if "cls_embedding" in parts:
+            heads.append(CLSProjection(hidden_size, cls_dim))
+        heads.append(Concat(list(parts), list(parts.values())))
+    return SentenceTransformer(modules=[encoder, *heads], prompts=prompts, similarity_fn_name="dot")
+
+
+def _check_options(pooling: str, lexical_dim: int, cls_dim: int, query_length: int, document_length: int) -> None:
+    if pooling not in POOLINGS:
+        raise ValueError(f"build_aggretriever: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
+    for name, value, least in (
+        ("lexical_dim", lexical_dim, 0),
+        ("cls_dim", cls_dim, 0),
+        ("query_length", query_length, 3),
+        ("document_length", document_length, 3),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"build_aggretriever: {name} must be a whole number of at least {least}, got {value!r}.")
+    if cls_dim + (0 if pooling == "cls" else lexical_dim) == 0:
+        raise ValueError(
+            "build_aggretriever: the vector has no part left; give cls_dim"
+            + (" at least 1." if pooling == "cls" else " or lexical_dim at least 1.")
+        )
+
+
+def load_aggretriever(
+    path_or_hub_id: str | Path,
+    *,
+    token: bool | str | None = None,
+    cache_folder: str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    model_kwargs: dict[str, Any] | None = None,
+    processor_kwargs: dict[str, Any] | None = None,
+    config_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> SentenceTransformer:
+    """Load a saved Aggretriever with this package's own classes; no ``trust_remote_code`` is needed.
+
+    Code that lies in the folder is not run.
+
+    Args:
+        path_or_hub_id: A folder, a trainer's checkpoint, or a Hub id.
+        token, cache_folder, revision, local_files_only: Where and how to fetch from the Hub.
+        model_kwargs, processor_kwargs, config_kwargs: As for ``SentenceTransformer``, for instance
+            ``model_kwargs={"dtype": torch.bfloat16}``.
+        **kwargs: Passed to ``SentenceTransformer``, for instance ``device`` or ``truncate_dim``; they take precedence
+            over what was saved.
+
+    Raises:
+        FileNotFoundError: There is no such folder or model.
+        ValueError: It is not an Aggretriever, or it needs other modules than these.
+    """
+    path = str(path_or_hub_id)
+    where: dict[str, Any] = {
+        "token": token,
+        "cache_folder": cache_folder,
+        "revision": revision,
+        "local_files_only": local_files_only,
+    }
+    modules_file = load_file_path(path, "modules.json", **where)
+    if modules_file is None:
+        if not Path(path).is_dir() and (Path(path).is_absolute() or path.count("/") != 1 or path.startswith(".")):
+            raise FileNotFoundError(f"load_aggretriever: there is no folder {path!r}.")
+        raise ValueError(
+            f"load_aggretriever: {path!r} has no modules.json, or cannot be reached; to make an Aggretriever of a "
+            "masked language model call build_aggretriever."
+        )
+    entries = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+    loaded: list[nn.Module] = []
+    for entry in entries:
+        loaded.append(
+            _module_class(entry["type"], path).load(
+                path,
+                subfolder=entry["path"],
+                **where,
+                trust_remote_code=False,
+                model_kwargs=model_kwargs,
+                processor_kwargs=processor_kwargs,
+                config_kwargs=config_kwargs,
+                backend="torch",
+            )
+        )
+    config_file = load_file_path(path, "config_sentence_transformers.json", **where)
+    saved = json.loads(Path(config_file).read_text(encoding="utf-8")) if config_file else {}
+    for key in ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"):
+        if saved.get(key) is not None:
+            kwargs.setdefault(key, saved[key])
+    return SentenceTransformer(modules=loaded, **kwargs)
+
+
+def is_aggretriever(path_or_hub_id: str | Path, **where: Any) -> bool:
+    """Whether a folder or Hub id holds a saved Aggretriever, by its modules.json."""
+    modules_file = load_file_path(str(path_or_hub_id), "modules.json", **where)
+    if modules_file is None:
+        return False
+    entries = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+    return any(str(entry.get("type", "")).startswith("st_aggretriever.") for entry in entries)
+
+
+def _module_class(type_name: str, path: str) -> Any:
+    """The class behind an entry of modules.json: ours, or one of sentence-transformers'."""
+    package, _, name = type_name.rpartition(".")
+    if package == "st_aggretriever" and hasattr(_modules, name):
+        return getattr(_modules, name)
+    if package.startswith("sentence_transformers."):
+        return import_from_string(type_name)
+    raise ValueError(
+        f"load_aggretriever: {path!r} is built of {type_name!r}, which is neither a module of st_aggretriever "
+        f"{_modules.__version__} nor of sentence-transformers; load it with SentenceTransformer and "
+        "trust_remote_code=True if you trust it."
+    )

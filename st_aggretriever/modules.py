@@ -1,0 +1,874 @@
+"""Aggretriever as sentence-transformers modules, in pipeline order.
+
+Lin, Li, Lin: *Aggretriever: A Simple Approach to Aggregate Textual Representations for Robust Dense Passage
+Retrieval*, TACL 2023, arXiv:2208.00511: "the paper" below.
+
+    SentenceTransformer(modules=[MLMEncoder, MLMLexicalPooling, SliceMaxAgg, CLSProjection, Concat])
+
+Symbols: B texts in the batch, L tokens of the longest, V vocabulary (rows of the MLM decoder), H hidden size, E input
+size of the decoder (H except in ALBERT and ELECTRA), D lexical dimension, C dimension of the [CLS] part.
+
+A saved model carries this one file as ``st_aggretriever.py`` beside its weights, so that it loads where the package
+is not installed. It therefore imports nothing but the standard library, torch, transformers and sentence_transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import sentence_transformers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoModel, AutoModelForMaskedLM
+
+__version__ = "0.1.0"
+
+_FIRST_SUPPORTED, _FIRST_UNSUPPORTED = (6, 2), (7, 0)
+if not _FIRST_SUPPORTED <= tuple(int(n) for n in sentence_transformers.__version__.split(".")[:2]) < _FIRST_UNSUPPORTED:
+    raise ImportError(
+        f"st_aggretriever {__version__} needs sentence-transformers >=6.2,<7, but "
+        f'{sentence_transformers.__version__} is installed: pip install "sentence-transformers>=6.2,<7".'
+    )
+
+from sentence_transformers.base.modules import Module, Transformer  # noqa: E402
+
+# Where each architecture keeps its MLM head: the steps from the last hidden state to the decoder's input, and the
+# decoder. Written out because attribute order misleads (DistilBERT registers `activation` before `vocab_transform`).
+# "gelu" is the function; every other step is a submodule.
+_MLM_HEADS: dict[str, tuple[tuple[str, ...], str]] = {
+    "bert": (("cls.predictions.transform",), "cls.predictions.decoder"),
+    "nomic_bert": (("cls.predictions.transform",), "cls.predictions.decoder"),
+    "deberta-v2": (("cls.predictions.transform",), "cls.predictions.decoder"),
+    "distilbert": (("vocab_transform", "activation", "vocab_layer_norm"), "vocab_projector"),
+    "roberta": (("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder"),
+    "xlm-roberta": (("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder"),
+    "camembert": (("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder"),
+    "mpnet": (("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder"),
+    "electra": (("generator_predictions",), "generator_lm_head"),
+    "albert": (("predictions.dense", "predictions.activation", "predictions.LayerNorm"), "predictions.decoder"),
+    "modernbert": (("head",), "decoder"),
+    "eurobert": ((), "lm_head"),
+}
+
+# One tile of vocabulary logits in float32. The forward pass holds two such buffers, the backward pass three, whatever
+# the batch: 64 MiB are 549 tokens at V = 30,522, enough for the product to run at full speed.
+_TILE_BYTES = 64 * 2**20
+
+
+class MLMEncoder(Transformer):
+    """Encode texts, and hand on what the masked-language-model head needs.
+
+    With ``head=True`` the model is an ``AutoModelForMaskedLM`` of which :meth:`forward` runs the encoder and the small
+    transform of the head. The product with the vocabulary is left to :class:`MLMLexicalPooling`, which gets the
+    decoder's weight and bias as features: so the matrix stays where transformers keeps (and ties) it. With
+    ``head=False`` it is an ``AutoModel`` without pooler. Either way the saved folder is an ordinary checkpoint.
+
+    Args:
+        model_name_or_path: Folder or Hub id of a pretrained (masked language) model.
+        head: Whether to load and use the MLM head.
+        **kwargs: As :class:`sentence_transformers.base.modules.Transformer`, for instance ``query_length`` and
+            ``document_length`` (tokens with the special ones; cut at what the positions allow), ``model_kwargs``.
+
+    Features in: ``input_ids`` and ``attention_mask`` (B, L). Features out: ``token_embeddings`` (B, L, H),
+    ``suffix_length`` (special tokens that the tokenizer appends), and with a head ``mlm_states`` (B, L, E),
+    ``decoder_weight`` (V, E), ``decoder_bias`` (V) or None.
+
+    Raises:
+        ValueError: The checkpoint has no pretrained MLM head where one is needed, lacks other weights, or a backend
+            other than torch is asked for.
+    """
+
+    config_keys: list[str] = [*Transformer.config_keys, "head"]
+
+    def __init__(self, model_name_or_path: str, *, head: bool = True, **kwargs: Any) -> None:
+        kwargs["transformer_task"] = "fill-mask" if head else "feature-extraction"
+        kwargs["modality_config"] = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+        kwargs["module_output_name"] = "token_embeddings"
+        if kwargs.get("unpad_inputs") is None:
+            kwargs["unpad_inputs"] = False  # Flattened batches come without the attention mask that pooling needs.
+        super().__init__(model_name_or_path, **kwargs)
+        self.head = head
+        if head:
+            _mlm_head(self.model)
+        limit = self._usable_positions()
+        if limit is not None:
+            tokenizer: Any = self.tokenizer
+            tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
+            self.query_length = None if self.query_length is None else min(self.query_length, limit)
+            self.document_length = None if self.document_length is None else min(self.document_length, limit)
+        self.prefix_length, self.suffix_length = self._special_tokens_around()
+
+    def _load_model(
+        self,
+        model_name_or_path: str,
+        transformer_task: Any,
+        config: Any,
+        backend: str,
+        is_peft_model: bool,
+        **model_kwargs: Any,
+    ) -> Any:
+        if backend != "torch":
+            raise ValueError(
+                f"MLMEncoder: backend must be 'torch', got {backend!r}. That backend would replace the encoder by one "
+                "without hidden states or MLM head and return wrong vectors."
+            )
+        if is_peft_model:
+            model_kwargs.pop("revision", None)  # It names a version of the adapter, not of the base model.
+        if transformer_task == "fill-mask":
+            return _from_pretrained(AutoModelForMaskedLM, model_name_or_path, config, model_kwargs)
+        model_class: Any = MODEL_MAPPING.get(type(config), None)
+        if model_class is not None and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+            model_kwargs["add_pooling_layer"] = False
+        return _from_pretrained(AutoModel, model_name_or_path, config, model_kwargs)
+
+    def _usable_positions(self) -> int | None:
+        """Tokens that the position table can take: the RoBERTa family loses its padding index and what is below."""
+        for name, module in self.model.base_model.named_modules():
+            if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+                return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def _special_tokens_around(self) -> tuple[int, int]:
+        """How many special tokens the tokenizer puts before and after a text."""
+        tokenizer: Any = self.tokenizer
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = tokenizer("a")["input_ids"]
+        for before in range(len(whole) - len(plain) + 1):
+            if whole[before : before + len(plain)] == plain:
+                return before, len(whole) - before - len(plain)
+        return 0, 0
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """Longest text in tokens. Setting it sets ``document_length`` too and lowers ``query_length`` to it, so that
+        ``encode`` and ``encode_document`` keep giving the same vector; it is cut at what the positions allow."""
+        tokenizer: Any = self.tokenizer
+        return tokenizer.model_max_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int | None) -> None:
+        tokenizer: Any = self.tokenizer
+        lengths = [length for length in (value, self._usable_positions()) if length is not None]
+        length = min(lengths) if lengths else tokenizer.model_max_length
+        tokenizer.model_max_length = length
+        self.document_length = length
+        self.query_length = None if self.query_length is None else min(self.query_length, length)
+
+    def preprocess(
+        self, inputs: Sequence[Any], prompt: str | None = None, processing_kwargs: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Tokenize; a lone surrogate in a text, which tokenizers refuse, becomes U+FFFD."""
+        texts = [_valid_unicode(text) if isinstance(text, str) else text for text in inputs]
+        return super().preprocess(texts, prompt=prompt, processing_kwargs=processing_kwargs, **kwargs)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        base = self.model.base_model
+        accepted = inspect.signature(base.forward).parameters
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        inputs: dict[str, Tensor] = {key: features[key] for key in names if key in features and key in accepted}
+        if "position_ids" in accepted and not self._positions_from_ids():
+            real = _real_tokens(features)
+            column = torch.arange(real.shape[1], device=real.device)
+            # Counted from the first real token: under left padding the tables would otherwise see shifted positions.
+            inputs["position_ids"] = (column - real.int().argmax(1, keepdim=True)).clamp(min=0)  # (B, L)
+        hidden = base(**inputs, return_dict=True).last_hidden_state  # (B, L, H)
+        features["token_embeddings"] = hidden
+        features["suffix_length"] = self.suffix_length
+        if self.head:
+            transform, decoder = _mlm_head(self.model)
+            for step in transform:
+                hidden = step(hidden)
+            _refuse_sharded(decoder.weight)
+            features["mlm_states"] = hidden  # (B, L, E)
+            features["decoder_weight"] = decoder.weight  # (V, E)
+            features["decoder_bias"] = decoder.bias  # (V)
+        return features
+
+    def _positions_from_ids(self) -> bool:
+        """Whether the model numbers positions itself, from its padding index on (the RoBERTa family)."""
+        return any(
+            name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+            for name, module in self.model.base_model.named_modules()
+        )
+
+    def vocab_size(self) -> int:
+        """V: rows of the decoder, or of the word embeddings where there is no head."""
+        if self.head:
+            return _mlm_head(self.model)[1].weight.shape[0]
+        embeddings: Any = self.model.get_input_embeddings()
+        return embeddings.weight.shape[0]
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save(output_path, *args, **kwargs)
+        # With this file beside its weights the model loads where the package is not installed.
+        Path(output_path, "st_aggretriever.py").write_bytes(Path(__file__).read_bytes())
+
+
+def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict[str, Any]) -> nn.Module:
+    """Load a checkpoint, and refuse one whose weights would be random in part (transformers only warn)."""
+    with_head = auto_class is AutoModelForMaskedLM
+    instead = (
+        " pooling='tokens', 'cls', 'mean' and 'mean+cls' need no MLM head and take any encoder." if with_head else ""
+    )
+    try:
+        model, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **model_kwargs)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        kind = "masked language model" if with_head else "encoder"
+        raise ValueError(f"MLMEncoder: {path!r} ({config.model_type}) is not a {kind}.{instead}") from None
+    missing = sorted(info["missing_keys"] | {key for key, *_ in info["mismatched_keys"]})
+    if missing:
+        found = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        what = "a pretrained masked-language-model head and encoder" if with_head else "a whole encoder"
+        raise ValueError(
+            f"MLMEncoder: {path!r} ({config.model_type}) must hold {what}, but these weights are missing and would "
+            f"be random: {found}.{instead}"
+        )
+    return model
+
+
+def _mlm_head(model: Any) -> tuple[list[Callable[[Tensor], Tensor]], nn.Linear]:
+    """The steps of a model's MLM head before the decoder, and the decoder (V rows, E columns)."""
+    kind = model.config.model_type
+    if kind not in _MLM_HEADS or (kind == "deberta-v2" and not model.config.legacy):
+        raise ValueError(
+            f"MLMEncoder: no known MLM head for model_type {kind!r}"
+            f"{' without legacy=True' if kind == 'deberta-v2' else ''}; known are {', '.join(sorted(_MLM_HEADS))}. "
+            "pooling='tokens', 'cls', 'mean' and 'mean+cls' need no MLM head and take any encoder."
+        )
+    steps, decoder_path = _MLM_HEADS[kind]
+    decoder = model.get_submodule(decoder_path)
+    if not isinstance(decoder, nn.Linear):
+        raise ValueError(
+            f"MLMEncoder: the decoder {decoder_path!r} must be a torch.nn.Linear, got {type(decoder).__name__}; its "
+            "weight is read directly, so keep adapters and quantizers off it."
+        )
+    return [F.gelu if step == "gelu" else model.get_submodule(step) for step in steps], decoder
+
+
+def _refuse_sharded(weight: Tensor) -> None:
+    """The decoder is used outside its own module, where FSDP and DeepSpeed stage 3 have not gathered it."""
+    if weight.dim() != 2 or weight.numel() == 0 or hasattr(weight, "ds_id") or hasattr(weight, "full_tensor"):
+        raise RuntimeError(
+            "MLMEncoder: the decoder matrix is sharded (FSDP or DeepSpeed stage 3), but it is read as a whole outside "
+            "its module; train with DDP or DeepSpeed stage 1 or 2 instead."
+        )
+
+
+def _valid_unicode(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tokens take part
+
+
+def _real_tokens(features: dict[str, Any]) -> Tensor:
+    """(B, L) bool: tokens that are not padding."""
+    if "cu_seq_lens_q" in features:
+        raise ValueError("st_aggretriever: flattened batches carry no attention mask; set unpad_inputs=False.")
+    mask = features.get("attention_mask")
+    return torch.ones_like(features["token_embeddings"][..., 0], dtype=torch.bool) if mask is None else mask != 0
+
+
+def _cls_token(features: dict[str, Any]) -> Tensor:
+    """(B, H): the hidden state of the first real token, wherever the padding is."""
+    hidden = features["token_embeddings"]
+    first = _real_tokens(features).int().argmax(1)  # (B)
+    return hidden[torch.arange(len(hidden), device=hidden.device), first]
+
+
+def _token_mask(features: dict[str, Any], *, cls: bool, suffix: bool, prompt: bool) -> Tensor:
+    """(B, L) bool: real tokens, without [CLS], the appended special tokens or the prompt where these are False.
+
+    All by position: a literal "[SEP]" inside a text is text.
+    """
+    real = _real_tokens(features)
+    column = torch.arange(real.shape[1], device=real.device)  # (L)
+    first = real.int().argmax(1, keepdim=True)  # (B, 1)
+    is_cls = column == first
+    keep = real
+    if not cls:
+        keep = keep & ~is_cls
+    if not suffix:
+        last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)  # (B, 1)
+        keep = keep & (column <= last - features.get("suffix_length", 1))
+    if not prompt and features.get("prompt_length") is not None:
+        # An int, or a tensor of one entry or one for each text; it counts [CLS] and the prompt's tokens.
+        length = torch.as_tensor(features["prompt_length"], device=real.device).reshape(-1, 1)
+        keep = keep & ((column >= first + length) | is_cls)
+    return keep
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules after the encoder
+
+
+class _HeadModule(Module):
+    """Saving, loading and the float32 linear layer that the modules below share."""
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        self.save_config(output_path)
+        if self.state_dict():
+            self.save_torch_weights(output_path, safe_serialization=safe_serialization)
+
+    @classmethod
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        token: bool | str | None = None,
+        cache_folder: str | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        init_defaults: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        where: dict[str, Any] = {
+            "subfolder": subfolder,
+            "token": token,
+            "cache_folder": cache_folder,
+            "revision": revision,
+            "local_files_only": local_files_only,
+        }
+        config = cls.load_config(model_name_or_path, **where)
+        unknown = sorted(set(config) - set(cls.config_keys))
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__}: unknown setting {', '.join(unknown)} in {model_name_or_path!r} ({subfolder}); known "
+                f"are {', '.join(cls.config_keys)}. A newer st_aggretriever than {__version__} may have written it."
+            )
+        module = cls(**config)
+        if module.state_dict():
+            weights: Any = cls.load_torch_weights(model_name_or_path, **where)
+            dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+            module.load_state_dict(weights)
+            return module.to(dtype=dtypes.pop()) if dtypes else module
+        return module
+
+
+def _float32_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """``layer(x)`` in float32 (or float64), also for half-precision weights and under autocast.
+
+    Half precision would round scores into ties; these layers are too small for its speed to matter.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), layer.weight.to(dtype), bias)
+
+
+def _choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _positive(owner: str, name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{owner}: {name} must be a whole number of at least 1, got {value!r}.")
+
+
+class _LexicalPooling(_HeadModule):
+    """The term weight ``w_i`` and the tokens that take part, for both ways to fill the bag of words."""
+
+    def __init__(self, hidden_size: int, term_weight: str, excluded_tokens: str, include_prompt: bool) -> None:
+        super().__init__()
+        name = type(self).__name__
+        _positive(name, "hidden_size", hidden_size)
+        _choice(name, "term_weight", term_weight, ("abs", "identity", "none"))
+        _choice(name, "excluded_tokens", excluded_tokens, ("cls", "special"))
+        self.hidden_size = hidden_size
+        self.term_weight = term_weight
+        self.excluded_tokens = excluded_tokens
+        self.include_prompt = include_prompt
+        if term_weight != "none":
+            self.linear = nn.Linear(hidden_size, 1)
+            # Near 1 at the start, so that training begins from the head's own probabilities; the published start is
+            # unknown.
+            nn.init.normal_(self.linear.weight, std=0.02)
+            nn.init.ones_(self.linear.bias)
+
+    def participating(self, features: dict[str, Any]) -> Tensor:
+        """(B, L) bool: the tokens over which the maximum runs."""
+        return _token_mask(features, cls=False, suffix=self.excluded_tokens == "cls", prompt=bool(self.include_prompt))
+
+    def term_weights(self, hidden: Tensor) -> Tensor:
+        """``w = abs(e . W + b)`` of each token: (T, H) to (T), in float32."""
+        if self.term_weight == "none":
+            return hidden.new_ones(hidden.shape[:1], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        weights = _float32_linear(self.linear, hidden).squeeze(-1)
+        return weights.abs() if self.term_weight == "abs" else weights
+
+
+class MLMLexicalPooling(_LexicalPooling):
+    """Max-pool each token's weighted distribution over the vocabulary into one bag of words (the paper's lexical part).
+
+    ``p_i = softmax(decoder(transform(e_i)))``, ``w_i = |e_i . W + b|``, ``lexical_weights[t] = max_i w_i p_i[t]``.
+    Logits exist for one tile of tokens at a time, in the forward and (computed again) in the backward pass. Everything
+    after the decoder's product is float32. A text without a token that takes part gets zeros.
+
+    Args:
+        hidden_size: H.
+        term_weight: ``"abs"`` (the paper), ``"identity"`` (the published checkpoints, trained without the absolute
+            value) or ``"none"`` (w = 1, no parameters).
+        activation: ``"softmax"`` (the paper) or ``"log1p_relu"``, ``log(1 + relu(logit))`` as in SPLADE heads.
+        excluded_tokens: ``"cls"`` leaves out the first real token; ``"special"`` also what the tokenizer appends.
+        include_prompt: Whether the tokens of a prompt take part.
+
+    Features in: ``token_embeddings`` (B, L, H), ``mlm_states`` (B, L, E), ``decoder_weight`` (V, E), ``decoder_bias``
+    (V) or None, ``attention_mask`` (B, L); the ``mlm_states`` and ``decoder_*`` are removed. Features out:
+    ``lexical_weights`` (B, V), float32.
+    """
+
+    config_keys: list[str] = ["hidden_size", "term_weight", "activation", "excluded_tokens", "include_prompt"]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        term_weight: str = "abs",
+        activation: str = "softmax",
+        excluded_tokens: str = "cls",
+        include_prompt: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, term_weight, excluded_tokens, include_prompt)
+        _choice("MLMLexicalPooling", "activation", activation, ("softmax", "log1p_relu"))
+        self.activation = activation
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if "mlm_states" not in features:
+            raise ValueError("MLMLexicalPooling needs 'mlm_states': put it behind an MLMEncoder with head=True.")
+        features["lexical_weights"] = lexical_max(
+            features.pop("mlm_states"),
+            features.pop("decoder_weight"),
+            features.pop("decoder_bias"),
+            self.term_weights(features["token_embeddings"].flatten(0, 1)).view(features["token_embeddings"].shape[:2]),
+            self.participating(features),
+            self.activation,
+        )
+        return features
+
+
+class TokenLexicalPooling(_LexicalPooling):
+    """A bag of the text's own words, without MLM head: ``lexical_weights[t] = max w_i over tokens i with id t``.
+
+    Ids that do not occur weigh 0. The paper's ablation without MLM head: no vocabulary product at all.
+
+    Args:
+        hidden_size: H.
+        vocab_size: V.
+        term_weight, excluded_tokens, include_prompt: As in :class:`MLMLexicalPooling`.
+
+    Features in: ``input_ids``, ``attention_mask`` (B, L), ``token_embeddings`` (B, L, H). Features out:
+    ``lexical_weights`` (B, V), float32.
+    """
+
+    config_keys: list[str] = ["hidden_size", "vocab_size", "term_weight", "excluded_tokens", "include_prompt"]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        term_weight: str = "abs",
+        excluded_tokens: str = "cls",
+        include_prompt: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, term_weight, excluded_tokens, include_prompt)
+        _positive("TokenLexicalPooling", "vocab_size", vocab_size)
+        self.vocab_size = vocab_size
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        hidden = features["token_embeddings"]
+        weights = self.term_weights(hidden.flatten(0, 1)).view(hidden.shape[:2])  # (B, L)
+        weights = weights.masked_fill(~self.participating(features), -torch.inf)
+        absent = weights.new_full((len(weights), self.vocab_size), -torch.inf)
+        present = absent.scatter_reduce(1, features["input_ids"], weights, "amax")  # (B, V)
+        features["lexical_weights"] = present.masked_fill(present == -torch.inf, 0.0)
+        return features
+
+
+class SliceMaxAgg(_HeadModule):
+    """Fold a bag of words into D dimensions by slice max pooling (the paper's agg* and agg+).
+
+    agg*, ``"signed"``: slice n has two halves; ``a`` and ``b`` are their maxima, and dimension n is ``a`` if a > b,
+    else ``-b``. agg+, ``"positive"``: the maximum of the slice.
+
+    Args:
+        vocab_size: V.
+        lexical_dim: D.
+        aggregation: ``"signed"`` (agg*), ``"positive"`` (agg+), ``"mean"`` (mean of the slice), ``"linear"`` (a learned
+            V x D matrix without bias) or ``"none"`` (all V weights).
+        slicing: ``"strided"`` (the published rule): with m = 2D (agg*) or D, id t goes by ``t mod m`` to slice
+            ``(t mod 2D) // 2``, half ``t mod 2``, or to slice ``t mod D``. ``"random"`` (the paper's wording): the same
+            after a seeded permutation of the ids, which is stored with the model.
+        remainder: ``"pad"`` keeps every id; ``"drop"`` (published) drops the first ``V mod m`` ids where these are at
+            most 1,000.
+        seed: Of the permutation.
+
+    Features in: ``lexical_weights`` (B, V). Features out: ``lexical_embedding`` (B, D).
+
+    Raises:
+        ValueError: m > V, so that slices would be empty, or an argument out of its range.
+
+    Example:
+        >>> agg = SliceMaxAgg(vocab_size=4, lexical_dim=2)
+        >>> agg.aggregate(torch.tensor([[3.0, 1.0, 0.0, 2.0]])).tolist()
+        [[3.0, -2.0]]
+    """
+
+    config_keys: list[str] = ["vocab_size", "lexical_dim", "aggregation", "slicing", "remainder", "seed"]
+
+    def __init__(
+        self,
+        vocab_size: int,
+        lexical_dim: int = 640,
+        *,
+        aggregation: str = "signed",
+        slicing: str = "strided",
+        remainder: str = "pad",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _positive("SliceMaxAgg", "vocab_size", vocab_size)
+        _positive("SliceMaxAgg", "lexical_dim", lexical_dim)
+        _choice("SliceMaxAgg", "aggregation", aggregation, ("signed", "positive", "mean", "linear", "none"))
+        _choice("SliceMaxAgg", "slicing", slicing, ("strided", "random"))
+        _choice("SliceMaxAgg", "remainder", remainder, ("pad", "drop"))
+        self.vocab_size = vocab_size
+        self.lexical_dim = vocab_size if aggregation == "none" else lexical_dim
+        self.aggregation = aggregation
+        self.slicing = slicing
+        self.remainder = remainder
+        self.seed = seed
+        self._width = 2 * lexical_dim if aggregation == "signed" else lexical_dim  # m
+        if aggregation in ("signed", "positive", "mean") and self._width > vocab_size:
+            half = aggregation == "signed"
+            raise ValueError(
+                f"SliceMaxAgg: lexical_dim must be at most V{' // 2' if half else ''} = "
+                f"{vocab_size // 2 if half else vocab_size}, got {lexical_dim}. Slices would be empty; choose a "
+                "smaller lexical_dim."
+            )
+        # More than 1,000 ids are never dropped: the published rule.
+        over = vocab_size % self._width
+        self._dropped = over if remainder == "drop" and over <= 1000 else 0
+        if aggregation == "linear":
+            self.linear = nn.Linear(vocab_size, lexical_dim, bias=False)
+        elif slicing == "random" and aggregation != "none":
+            order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+            self.register_buffer("permutation", order)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        features["lexical_embedding"] = self.aggregate(features["lexical_weights"])
+        return features
+
+    def aggregate(self, lexical_weights: Tensor) -> Tensor:
+        """(B, V) to (B, D), float32."""
+        if lexical_weights.shape[-1] != self.vocab_size:
+            raise ValueError(
+                f"SliceMaxAgg: lexical_weights must have V = {self.vocab_size} columns, got "
+                f"{lexical_weights.shape[-1]}; build it with the width of the model's decoder."
+            )
+        if self.aggregation == "none":
+            return lexical_weights
+        if self.aggregation == "linear":
+            return _float32_linear(self.linear, lexical_weights)
+        if self.aggregation == "mean":
+            sliced = self._slices(lexical_weights, padding=0.0)
+            kept = self.vocab_size - self._dropped
+            count = kept // self.lexical_dim + (
+                torch.arange(self.lexical_dim, device=sliced.device) < kept % self.lexical_dim
+            )
+            return sliced.sum(1) / count
+        sliced = self._slices(lexical_weights, padding=-torch.inf)
+        if self.aggregation == "positive":
+            return sliced.max(1).values
+        pairs = sliced.unflatten(2, (self.lexical_dim, 2)).max(1).values  # (B, D, 2)
+        positive, negative = pairs.unbind(2)
+        return torch.where(positive > negative, positive, -negative)
+
+    def _slices(self, lexical_weights: Tensor, padding: float) -> Tensor:
+        """(B, V) to (B, ceil(V / m), m): column j holds the ids t with ``t mod m == j``."""
+        if self.slicing == "random":
+            lexical_weights = lexical_weights[:, self.permutation]
+        kept = lexical_weights[:, self._dropped :]
+        kept = F.pad(kept, (0, -kept.shape[1] % self._width), value=padding)
+        return kept.unflatten(1, (-1, self._width))
+
+    def get_embedding_dimension(self) -> int:
+        return self.lexical_dim
+
+
+class CLSProjection(_HeadModule):
+    """Project the [CLS] state to C dimensions: ``cls_embedding = e_[CLS] . W + b``.
+
+    [CLS] is the first real token by the attention mask.
+
+    Args:
+        hidden_size: H.
+        cls_dim: C.
+
+    Features in: ``token_embeddings`` (B, L, H), ``attention_mask`` (B, L). Features out: ``cls_embedding`` (B, C),
+    float32.
+    """
+
+    config_keys: list[str] = ["hidden_size", "cls_dim"]
+
+    def __init__(self, hidden_size: int, cls_dim: int = 128) -> None:
+        super().__init__()
+        _positive("CLSProjection", "hidden_size", hidden_size)
+        _positive("CLSProjection", "cls_dim", cls_dim)
+        self.hidden_size = hidden_size
+        self.cls_dim = cls_dim
+        self.linear = nn.Linear(hidden_size, cls_dim)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        features["cls_embedding"] = _float32_linear(self.linear, _cls_token(features))
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        return self.cls_dim
+
+
+class MeanProjection(_HeadModule):
+    """Project the mean of the token states: the paper's AVERAGE control (RepBERT).
+
+    Args:
+        hidden_size: H.
+        mean_dim: Width of the projection.
+        include_cls: Whether [CLS] is part of the mean.
+        include_prompt: Whether the tokens of a prompt are.
+
+    Features in: ``token_embeddings`` (B, L, H), ``attention_mask`` (B, L). Features out: ``mean_embedding``
+    (B, mean_dim), float32; of a text without a token that takes part, the projection of zero.
+    """
+
+    config_keys: list[str] = ["hidden_size", "mean_dim", "include_cls", "include_prompt"]
+
+    def __init__(
+        self, hidden_size: int, mean_dim: int, *, include_cls: bool = True, include_prompt: bool = False
+    ) -> None:
+        super().__init__()
+        _positive("MeanProjection", "hidden_size", hidden_size)
+        _positive("MeanProjection", "mean_dim", mean_dim)
+        self.hidden_size = hidden_size
+        self.mean_dim = mean_dim
+        self.include_cls = include_cls
+        self.include_prompt = include_prompt
+        self.linear = nn.Linear(hidden_size, mean_dim)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        hidden = features["token_embeddings"]
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        keep = _token_mask(features, cls=bool(self.include_cls), suffix=True, prompt=bool(self.include_prompt))
+        total = hidden.masked_fill(~keep.unsqueeze(-1), 0.0).sum(1)  # (B, H)
+        mean = total / keep.sum(1, keepdim=True).clamp(min=1)
+        features["mean_embedding"] = _float32_linear(self.linear, mean)
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        return self.mean_dim
+
+
+class Concat(_HeadModule):
+    """Put the parts side by side: ``sentence_embedding = [cls_embedding ; lexical_embedding]``.
+
+    Never normalised: the score is the dot product, the sum of the parts' scores.
+
+    Args:
+        keys: Features to join, in order.
+        dims: Their widths.
+
+    Features in: each key (B, dim). Features out: ``sentence_embedding`` (B, sum of dims), float32.
+    """
+
+    config_keys: list[str] = ["keys", "dims"]
+
+    def __init__(self, keys: Sequence[str], dims: Sequence[int]) -> None:
+        super().__init__()
+        if not keys or len(keys) != len(dims):
+            raise ValueError(f"Concat: one width for each of at least one key is needed, got {keys!r} and {dims!r}.")
+        for dim in dims:
+            _positive("Concat", "each of dims", dim)
+        self.keys = list(keys)
+        self.dims = list(dims)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        parts = [features[key] for key in self.keys]
+        for key, part, dim in zip(self.keys, parts, self.dims, strict=True):
+            if part.shape[-1] != dim:
+                raise ValueError(f"Concat: {key} must have {dim} columns, got {part.shape[-1]}.")
+        joined = torch.cat(parts, dim=-1)
+        features["sentence_embedding"] = joined.to(torch.promote_types(joined.dtype, torch.float32))
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        return sum(self.dims)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The vocabulary product, one tile of tokens at a time
+
+
+@torch.compiler.disable
+def lexical_max(
+    states: Tensor, weight: Tensor, bias: Tensor | None, term_weights: Tensor, keep: Tensor, activation: str
+) -> Tensor:
+    """``out[b, t] = max over tokens i of text b with keep[b, i] of w_i f(states_i . weight_t + bias_t)``.
+
+    f is the softmax over t, or ``log(1 + relu(.))``. No array of B x L x V exists: memory grows with B x V and one
+    tile. Of equal maxima the first token gets the gradient.
+
+    Args:
+        states: (B, L, E), the decoder's inputs.
+        weight, bias: (V, E) and (V) or None, the decoder.
+        term_weights: (B, L), float32.
+        keep: (B, L) bool, the tokens that take part.
+        activation: ``"softmax"`` or ``"log1p_relu"``.
+
+    Returns:
+        (B, V) in float32 (float64 for float64 inputs); zeros for a text without a token that takes part.
+    """
+    device = states.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = torch.promote_types(states.dtype, weight.dtype)
+    return _LexicalMax.apply(
+        states[keep].to(dtype), weight, bias, term_weights[keep], tuple(keep.sum(1).tolist()), activation
+    )
+
+
+class _LexicalMax(torch.autograd.Function):
+    """:func:`lexical_max` over the T tokens that take part, text after text."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        term_weights: Tensor,
+        counts: tuple[int, ...],
+        activation: str,
+    ) -> Tensor:
+        decoder = _cast_decoder(weight, bias, states.dtype)
+        shape = (len(counts), weight.shape[0])
+        out = term_weights.new_full(shape, -torch.inf)  # (B, V)
+        needs_grad = any(ctx.needs_input_grad)
+        winner = torch.empty(shape if needs_grad else 0, dtype=torch.int32, device=states.device)
+        for start, stop, segments in _tiles(counts, weight.shape[0]):
+            values = _activate(states[start:stop], decoder, activation).mul_(term_weights[start:stop, None])
+            for text, begin, end in segments:
+                part = values[begin - start : end - start]
+                if not needs_grad:
+                    torch.maximum(out[text], part.amax(0), out=out[text])
+                    continue
+                best, index = part.max(0)
+                better = ~(best <= out[text])  # Also where best is NaN, which must not be hidden.
+                out[text] = torch.where(better, best, out[text])
+                winner[text] = torch.where(better, (index + begin).int(), winner[text])
+        out[torch.tensor(counts, device=out.device) == 0] = 0.0
+        if needs_grad:
+            ctx.save_for_backward(states, weight, bias, term_weights, winner)
+            ctx.counts, ctx.activation = counts, activation
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, term_weights, winner = ctx.saved_tensors
+        decoder = _cast_decoder(weight, bias, states.dtype)
+        vocabulary = weight.shape[0]
+        grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)
+        grad_bias = grad.new_zeros(vocabulary)
+        grad_terms = torch.empty_like(term_weights)
+        for start, stop, segments in _tiles(ctx.counts, vocabulary):
+            values = _activate(states[start:stop], decoder, ctx.activation)  # f(logits), (n, V)
+            won = torch.zeros_like(values)  # The gradient of each w_i f_i[t]: not zero where token i won term t.
+            for text, begin, end in segments:
+                row = winner[text].long() - begin
+                inside = (row >= 0) & (row < end - begin)
+                source = torch.where(inside, grad[text], 0.0).unsqueeze(0)
+                won[begin - start : end - start].scatter_(0, row.clamp(0, end - begin - 1).unsqueeze(0), source)
+            terms = term_weights[start:stop, None]
+            inner = (won * values).sum(1, keepdim=True)  # (n, 1)
+            grad_terms[start:stop] = inner.squeeze(1)
+            if ctx.activation == "softmax":
+                logits = won.sub_(inner).mul_(values).mul_(terms)
+            else:  # d log(1 + x) = 1 / (1 + x) = exp(-f) where x > 0
+                logits = won.mul_(torch.exp(-values)).mul_(values > 0).mul_(terms)
+            grad_bias += logits.sum(0)
+            logits = logits.to(states.dtype)
+            torch.mm(logits, decoder[0], out=grad_states[start:stop])
+            if states.dtype == grad_weight.dtype:
+                grad_weight.addmm_(logits.T, states[start:stop])
+            else:
+                grad_weight += logits.T @ states[start:stop]
+        return (
+            grad_states,
+            grad_weight.to(weight.dtype),
+            None if bias is None else grad_bias.to(bias.dtype),
+            grad_terms,
+            None,
+            None,
+        )
+
+
+def _cast_decoder(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _activate(states: Tensor, decoder: tuple[Tensor, Tensor | None], activation: str) -> Tensor:
+    """f(logits) of n tokens: (n, E) to a new (n, V), float32 from the product on."""
+    logits = F.linear(states, *decoder)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.softmax(1) if activation == "softmax" else logits.relu_().log1p_()
+
+
+def _tiles(counts: Sequence[int], vocabulary: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Cut the tokens of all texts into tiles: (start, stop, [(text, first token, end)] of the texts inside)."""
+    size = max(1, _TILE_BYTES // (4 * vocabulary))
+    bounds, offset = [], 0
+    for text, count in enumerate(counts):
+        bounds.append((text, offset, offset + count))
+        offset += count
+    first = 0
+    for start in range(0, offset, size):
+        stop = min(start + size, offset)
+        while bounds[first][2] <= start:
+            first += 1
+        segments, here = [], first
+        while here < len(bounds) and bounds[here][1] < stop:
+            text, begin, end = bounds[here]
+            if end > begin:
+                segments.append((text, max(begin, start), min(end, stop)))
+            here += 1
+        yield start, stop, segments
+
+
+# In the package the classes go by the name that a saved model's modules.json gives them, so that the same entry finds
+# the bundled file where there is one and the installed package otherwise. A bundled copy keeps the name it was loaded
+# under: pickling, and so multi-process encoding, looks it up there.
+if __name__ == "st_aggretriever.modules":
+    for _class in (
+        MLMEncoder,
+        MLMLexicalPooling,
+        TokenLexicalPooling,
+        SliceMaxAgg,
+        CLSProjection,
+        MeanProjection,
+        Concat,
+    ):
+        _class.__module__ = "st_aggretriever"
