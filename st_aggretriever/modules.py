@@ -127,7 +127,7 @@ class MLMEncoder(Transformer):
 
     def _usable_positions(self) -> int | None:
         """Tokens that the position table can take: the RoBERTa family loses its padding index and what is below."""
-        for name, module in self.model.base_model.named_modules():
+        for name, module in _unwrapped(self.model).base_model.named_modules():
             if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
                 return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         limit = getattr(self.model.config, "max_position_embeddings", None)
@@ -167,7 +167,8 @@ class MLMEncoder(Transformer):
         return super().preprocess(texts, prompt=prompt, processing_kwargs=processing_kwargs, **kwargs)
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        base = self.model.base_model
+        base = _unwrapped(self.model).base_model
+        _refuse_sharded(base.get_input_embeddings().weight)
         accepted = inspect.signature(base.forward).parameters
         names = ("input_ids", "attention_mask", "token_type_ids")
         inputs: dict[str, Tensor] = {key: features[key] for key in names if key in features and key in accepted}
@@ -193,7 +194,7 @@ class MLMEncoder(Transformer):
         """Whether the model numbers positions itself, from its padding index on (the RoBERTa family)."""
         return any(
             name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
-            for name, module in self.model.base_model.named_modules()
+            for name, module in _unwrapped(self.model).base_model.named_modules()
         )
 
     def vocab_size(self) -> int:
@@ -235,6 +236,7 @@ def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict
 
 def _mlm_head(model: Any) -> tuple[list[Callable[[Tensor], Tensor]], nn.Linear]:
     """The steps of a model's MLM head before the decoder, and the decoder (V rows, E columns)."""
+    model = _unwrapped(model)
     kind = model.config.model_type
     if kind not in _MLM_HEADS or (kind == "deberta-v2" and not model.config.legacy):
         raise ValueError(
@@ -246,18 +248,25 @@ def _mlm_head(model: Any) -> tuple[list[Callable[[Tensor], Tensor]], nn.Linear]:
     decoder = model.get_submodule(decoder_path)
     if not isinstance(decoder, nn.Linear):
         raise ValueError(
-            f"MLMEncoder: the decoder {decoder_path!r} must be a torch.nn.Linear, got {type(decoder).__name__}; its "
+            f"MLMEncoder: the decoder {decoder_path!r} must be a torch.nn.Linear, got "
+            f"{type(decoder).__module__}.{type(decoder).__name__}; its "
             "weight is read directly, so keep adapters and quantizers off it."
         )
     return [F.gelu if step == "gelu" else model.get_submodule(step) for step in steps], decoder
 
 
+def _unwrapped(model: Any) -> Any:
+    """The transformers model, also inside peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _refuse_sharded(weight: Tensor) -> None:
-    """The decoder is used outside its own module, where FSDP and DeepSpeed stage 3 have not gathered it."""
+    """The base model and the decoder run outside the module that FSDP or DeepSpeed stage 3 gathers weights for."""
     if weight.dim() != 2 or weight.numel() == 0 or hasattr(weight, "ds_id") or hasattr(weight, "full_tensor"):
         raise RuntimeError(
-            "MLMEncoder: the decoder matrix is sharded (FSDP or DeepSpeed stage 3), but it is read as a whole outside "
-            "its module; train with DDP or DeepSpeed stage 1 or 2 instead."
+            "MLMEncoder: the model's weights are sharded (FSDP or DeepSpeed stage 3), but encoder and decoder are read "
+            "as a whole outside the sharded module; use DDP, DeepSpeed stage 1 or 2, or fully_shard each encoder layer "
+            "and then the whole SentenceTransformer."
         )
 
 
