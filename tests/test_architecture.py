@@ -1,0 +1,90 @@
+"""The shape of the code: arrows between files point down, the bundled file stands alone, imports stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+import st_aggretriever
+
+PACKAGE = Path(st_aggretriever.__file__).parent
+FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("/__init__"): path
+         for path in PACKAGE.rglob("*.py")}  # fmt: skip
+
+# What each file may import of ours. A folder stands for its files, which may import each other.
+MAY_IMPORT: dict[str, set[str]] = {
+    "modules": set(),
+    "losses": set(),
+    "readers": set(),
+    "search": set(),
+    "vectors": set(),
+    "convert": {"modules"},
+    "model": {"modules", "convert"},
+    "mining": {"readers", "search", "vectors"},
+    "explain": {"modules", "readers", "vectors"},
+    "evaluation": {"modules", "readers", "search", "vectors", "model"},
+    "trainer": {"losses", "readers"},
+    "training": {"modules", "losses", "readers", "model", "evaluation", "trainer"},
+    "export": {"modules", "model", "vectors"},
+    "hub": {"modules", "model"},
+}
+
+
+def imports_of_ours(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module else []
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("st_aggretriever.")}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - {".", "", "cli", "__init__"}))
+def test_imports_point_down(name: str) -> None:
+    home = name.split("/")[0]
+    assert home in MAY_IMPORT, f"{name}.py is new: say in this test what it may import"
+    ours = imports_of_ours(FILES[name]) & {key.split("/")[0] for key in FILES}
+    assert ours - {home} <= MAY_IMPORT[home]
+
+
+def test_cli_imports_the_package_inside_its_functions_only() -> None:
+    tree = ast.parse(FILES["cli"].read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+
+
+def test_the_bundled_file_needs_nothing_but_what_every_user_has() -> None:
+    """Judged by the loader that will load it: what it would demand to be installed."""
+    path = PACKAGE / "modules.py"
+    assert get_relative_imports(path) == []
+    allowed = {"torch", "transformers", "safetensors", "sentence_transformers", *sys.stdlib_module_names}
+    assert set(get_imports(path)) <= allowed
+    text = path.read_text(encoding="utf-8")
+    assert "st_aggretriever." not in "".join(line for line in text.splitlines() if "import" in line)
+    assert not [line for line in text.splitlines() if line.lstrip().startswith("from .")]
+
+
+@pytest.mark.parametrize("statement", ["import st_aggretriever", "from st_aggretriever.cli import _parser; _parser()"])
+def test_the_command_line_starts_without_torch(statement: str) -> None:
+    code = (
+        f"{statement}\nimport sys\nprint([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in st_aggretriever.__all__:
+        documentation = getattr(st_aggretriever, name).__doc__
+        assert documentation, name
+        assert documentation.strip(), name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        st_aggretriever.nonsense  # noqa: B018
