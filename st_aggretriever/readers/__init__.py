@@ -1,0 +1,1 @@
+"""Readers: files to streamed records, one format a file."""

@@ -1,0 +1,103 @@
+"""BEIR folders: ``corpus.jsonl``, ``queries.jsonl`` (either may be gzip) and ``qrels/SPLIT.tsv``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from st_aggretriever.readers.text import find_text, id_of, join_title, read_jsonl, read_lines, text_of
+
+QRELS_HEADER = ["query-id", "corpus-id", "score"]
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+def read_corpus(folder: str | Path) -> Iterator[tuple[str, str]]:
+    """Stream ``(document id, title + blank + text)`` in the file's order; memory grows with the ids only.
+
+    Raises:
+        FileNotFoundError: no corpus file.
+        ValueError: a bad line (see :func:`read_jsonl`), a line with neither title nor text, an id that came before.
+    """
+    return read_jsonl(find_text(folder, "corpus.jsonl"), _Records(("text", "title")))
+
+
+def read_queries(folder: str | Path) -> dict[str, str]:
+    """Query texts by id, in the file's order.
+
+    Raises:
+        FileNotFoundError: no queries file.
+        ValueError: a bad line (see :func:`read_jsonl`), a line without text, an id that came before.
+    """
+    return dict(read_jsonl(find_text(folder, "queries.jsonl"), _Records(("text",))))
+
+
+def read_qrels(folder: str | Path, split: str, query_ids: Collection[str]) -> dict[str, dict[str, int]]:
+    """Relevance grades, query id -> document id -> grade, in the file's order.
+
+    BEIR's three tab-separated columns under a header, or the four columns of a TREC qrels file without one.
+
+    Args:
+        query_ids: the ids that exist; a judgement of another query is an error.
+
+    Raises:
+        FileNotFoundError: no such split; the sentence names those that are there.
+        ValueError: no header, wrong columns, a grade that is no integer, an unknown query, two grades for one pair.
+    """
+    path = _qrels_path(Path(folder), split)
+    qrels: dict[str, dict[str, int]] = {}
+    trec = False
+    for number, line in read_lines(path):
+        where = f"{path} line {number}"
+        if number == 1:
+            if line.split("\t") == QRELS_HEADER:
+                continue
+            fields = line.split()
+            trec = len(fields) == 4 and _INTEGER.fullmatch(fields[3]) is not None
+            if not trec:
+                raise ValueError(f"{where}: expected the header {'<tab>'.join(QRELS_HEADER)}, got {line!r}. Add it.")
+        fields = line.split() if trec else line.split("\t")
+        if len(fields) != (4 if trec else 3):
+            expected = "query 0 document grade" if trec else "<tab>".join(QRELS_HEADER)
+            raise ValueError(f"{where}: expected the columns {expected}, got {line!r}.")
+        query, document, grade = fields[0], fields[-2], fields[-1]
+        if _INTEGER.fullmatch(grade) is None:
+            raise ValueError(f"{where}: expected an integer as the grade, got {grade!r}.")
+        if query not in query_ids:
+            raise ValueError(f"{where}: query {query!r} is not in the queries file. Add it there or remove the line.")
+        if qrels.setdefault(query, {}).setdefault(document, int(grade)) != int(grade):
+            raise ValueError(f"{where}: query {query!r}, document {document!r} has another grade further up.")
+    if not qrels:
+        raise ValueError(f"{path} holds no judgement.")
+    return qrels
+
+
+class _Records:
+    """Parses ``{"_id", *fields}`` into ``(id, text)`` and remembers the ids, to refuse the second of a kind."""
+
+    def __init__(self, fields: tuple[str, ...]) -> None:
+        self.fields = fields
+        self.seen: set[str] = set()
+
+    def __call__(self, record: dict[str, Any]) -> tuple[str, str]:
+        key = id_of(record, "_id")
+        if key in self.seen:
+            raise ValueError(f"id {key!r} occurs a second time.")
+        self.seen.add(key)
+        if not any(field in record for field in self.fields):
+            raise ValueError(
+                f"expected a field {' or '.join(map(repr, self.fields))}, got {', '.join(map(repr, record))}."
+            )
+        title = text_of(record, "title") if "title" in self.fields else ""
+        return key, join_title(title, text_of(record, "text"))
+
+
+def _qrels_path(folder: Path, split: str) -> Path:
+    find_text(folder, "queries.jsonl")  # the folder itself is missing or no BEIR folder: say that first
+    try:
+        return find_text(folder / "qrels", f"{split}.tsv")
+    except FileNotFoundError:
+        found = sorted({path.name.split(".tsv")[0] for path in (folder / "qrels").glob("*.tsv*")})
+        there = f"It has {', '.join(found)}." if found else f"{folder / 'qrels'} holds no .tsv file."
+        raise FileNotFoundError(f"{folder} has no qrels/{split}.tsv. {there}") from None
