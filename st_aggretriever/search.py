@@ -1,0 +1,275 @@
+"""Exact inner-product top-k over a stream of corpus blocks, by Faiss (CPU or GPU) or torch.
+
+Memory holds one block and the running top-k. Ties are ordered by document id, descending (ids compared as strings, as
+trec_eval does), and the same rule says which of equal documents survive at k, so the result doesn't depend on the
+size or the order of the blocks, save where scores differ by floating-point rounding only.
+
+Symbols: Q queries, N documents in all, n documents of a block, k = top_k, k' = min(k, N).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# (queries (Q, dim), block (n, dim), k <= n) -> scores (Q, k) descending, positions in the block (Q, k)
+Knn = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+# Faiss 1.15 computes small batches of queries (up to 166 at 768 dimensions) product by product, not by BLAS, and waits
+# for all its threads after each 1,024 documents: together up to five times slower. Its buffer becomes 64 MiB at most.
+FAISS_SETTINGS = {
+    "distance_compute_blas_threshold": 1,
+    "distance_compute_blas_query_bs": 1024,
+    "distance_compute_blas_database_bs": 16384,
+}
+FAISS_GPU_MAX_K = 2048  # the longest list that Faiss's GPU selection kernels return
+TORCH_SCORES = 2**25  # scores that the torch backend holds at a time: 128 MiB
+
+
+class Hits(NamedTuple):
+    """The k' best documents of each query, best first."""
+
+    scores: np.ndarray  # (Q, k') float32
+    ids: np.ndarray  # (Q, k') object: str
+
+
+def search(
+    query_vectors: np.ndarray,
+    blocks: Iterable[tuple[Sequence[str], np.ndarray]],
+    top_k: int,
+    *,
+    backend: str = "auto",
+    device: str | None = None,
+) -> Hits:
+    """Find the ``top_k`` documents of the largest inner product for each query.
+
+    Args:
+        query_vectors: (Q, dim) float32.
+        blocks: any number of ``(n document ids, (n, dim) float32)``; ids are unique over all blocks.
+        top_k: how many documents to return, at least 1; fewer come back where the corpus has fewer.
+        backend: ``"faiss"``, ``"torch"`` or ``"auto"``, see :func:`pick_backend`.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; None leaves it to the backend.
+
+    Returns:
+        Scores and ids, both (Q, k'). Without queries nothing is read and both are (0, 0).
+
+    Raises:
+        ValueError: top_k below 1; vectors of another dtype, rank or dimension, or not finite (named by id); an id that
+            occurs twice in a block or in a result; products beyond float32.
+        ImportError: ``backend="faiss"`` without a working Faiss.
+
+    Example:
+        >>> corpus = [(["a", "b"], np.eye(2, dtype=np.float32)), (["c"], np.ones((1, 2), np.float32))]
+        >>> search(np.array([[2, 1]], np.float32), corpus, top_k=2).ids.tolist()
+        [['c', 'a']]
+    """
+    if top_k < 1:
+        raise ValueError(f"search: top_k must be at least 1, got {top_k}.")
+    queries = check_vectors(range(len(query_vectors)), query_vectors, "query")
+    best = Hits(np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), object))
+    if not len(queries):
+        return best
+    knn = _knn(*pick_backend(backend, device))
+    for ids, vectors in blocks:
+        if not len(ids) and not len(vectors):
+            continue
+        vectors = check_vectors(ids, vectors, "document", dim=queries.shape[1])
+        best = _merge(best, _block_hits(knn, queries, vectors, _id_array(ids), top_k), top_k)
+    for row in best.ids:
+        if len(set(row)) < len(row):
+            raise ValueError(f"search: document id {_repeated(row)!r} occurs in two blocks; ids must be unique.")
+    return best
+
+
+def pick_backend(backend: str = "auto", device: str | None = None) -> tuple[str, str]:
+    """Name the library and the device that a search runs on, ``("faiss" | "torch", device)``.
+
+    ``auto`` is Faiss if it can be imported, on its GPU if it has one; torch without Faiss, and where ``device`` names
+    a GPU that only torch can use.
+
+    Raises:
+        ValueError: an unknown backend, Faiss for a GPU that it can't use.
+        ImportError: ``"faiss"`` without a working Faiss.
+    """
+    if backend not in ("auto", "faiss", "torch"):
+        raise ValueError(f"search: backend must be 'auto', 'faiss' or 'torch', got {backend!r}.")
+    cuda = device is not None and device.startswith("cuda")
+    if backend != "torch":
+        faiss, error = _faiss()
+        gpus = faiss.get_num_gpus() if faiss and hasattr(faiss, "knn_gpu") else 0
+        if faiss and (gpus or not cuda):
+            if device is None:
+                return "faiss", "cuda" if gpus else "cpu"
+            return "faiss", device if cuda else "cpu"
+        if backend == "faiss" and faiss:
+            raise ValueError(
+                f"search: this Faiss has no GPU for device {device!r}. Use backend='torch' or device='cpu'."
+            )
+        if backend == "faiss":
+            raise ImportError(
+                f"search: backend 'faiss' needs a working Faiss ({error}). pip install st-aggretriever[cpu], or"
+                " st-aggretriever[gpu], never both; or use backend='torch'."
+            )
+    if device is None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return "torch", device
+
+
+def check_vectors(ids: Sequence[Any], vectors: np.ndarray, what: str, dim: int | None = None) -> np.ndarray:
+    """Return ``vectors`` in one piece of memory if they are (len(ids), dim) float32 and finite.
+
+    Raises:
+        ValueError: they aren't; a vector that isn't finite is named as ``what`` and its id.
+    """
+    if not isinstance(vectors, np.ndarray) or vectors.ndim != 2 or vectors.dtype != np.float32:
+        got = f"{vectors.dtype} {vectors.shape}" if isinstance(vectors, np.ndarray) else type(vectors).__name__
+        raise ValueError(f"search: {what} vectors must be a float32 array of shape (n, dim), got {got}.")
+    if len(ids) != len(vectors):
+        raise ValueError(
+            f"search: each {what} needs one id and one vector, got {len(ids)} ids, {len(vectors)} vectors."
+        )
+    if dim is not None and vectors.shape[1] != dim:
+        raise ValueError(
+            f"search: {what} vectors have {vectors.shape[1]} dimensions, the queries {dim}. Encode both by one model."
+        )
+    vectors = np.ascontiguousarray(vectors)
+    # One pass without a temporary array: a finite sum of squares means finite numbers; otherwise look at each.
+    if not np.isfinite(np.vdot(vectors, vectors)):
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise ValueError(f"search: the vector of {what} {ids[bad[0]]!r} is not finite (NaN or infinity).")
+    return vectors
+
+
+def _id_array(ids: Sequence[str]) -> np.ndarray:
+    """(n,) object array of ids that are strings and differ."""
+    if not all(isinstance(key, str) for key in ids):
+        raise ValueError(f"search: document ids must be strings, got {sorted({type(key).__name__ for key in ids})}.")
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"search: document id {_repeated(ids)!r} occurs twice in a block; ids must be unique.")
+    array = np.empty(len(ids), dtype=object)
+    array[:] = ids
+    return array
+
+
+def _repeated(ids: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next(key for key in ids if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+def _block_hits(knn: Knn, queries: np.ndarray, vectors: np.ndarray, ids: np.ndarray, top_k: int) -> Hits:
+    """The ``top_k`` best of one block: the right documents, in the order of their scores, ties in any order."""
+    n = len(vectors)
+    k = min(top_k, n)
+    fetch = min(k + 1, n)  # one more than asked for shows whether the cut goes through a tie
+    scores, positions = _finite(knn(queries, vectors, fetch))
+    tied = np.flatnonzero(scores[:, k - 1] == scores[:, -1]) if fetch > k else np.empty(0, np.intp)
+    best = Hits(scores[:, :k], ids[positions[:, :k]])
+    while len(tied):
+        fetch = min(2 * fetch, n)
+        scores, positions = _finite(knn(queries[tied], vectors, fetch))
+        settled = (scores[:, k - 1] != scores[:, -1]) | (fetch == n)
+        more = Hits(scores[settled], ids[positions[settled]])
+        order_ties(more, k)
+        best.scores[tied[settled]], best.ids[tied[settled]] = more.scores[:, :k], more.ids[:, :k]
+        tied = tied[~settled]
+    return best
+
+
+def _finite(found: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    if not np.isfinite(found[0]).all() or (found[1] < 0).any():
+        raise ValueError("search: an inner product is beyond float32. Scale the vectors down.")
+    return found
+
+
+def _merge(best: Hits, new: Hits, top_k: int) -> Hits:
+    """The ``top_k`` best of two, best first, ties in order."""
+    if best.scores.shape[1] == top_k:
+        # Only what reaches the running k-th score can enter: late in a corpus that is a handful of columns.
+        width = int((new.scores >= best.scores[:, -1:]).sum(axis=1).max())
+        new = Hits(new.scores[:, :width], new.ids[:, :width])
+    scores = np.concatenate([best.scores, new.scores], axis=1)
+    ids = np.concatenate([best.ids, new.ids], axis=1)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    merged = Hits(np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1))
+    order_ties(merged, top_k)
+    return Hits(merged.scores[:, :top_k], merged.ids[:, :top_k])
+
+
+def order_ties(hits: Hits, top_k: int) -> None:
+    """Order, in place, the ids of each run of equal scores that begins before ``top_k``, descending."""
+    equal = np.zeros((len(hits.scores), hits.scores.shape[1] + 1), bool)  # equal[:, j]: score j equals score j - 1
+    equal[:, 1:-1] = hits.scores[:, 1:] == hits.scores[:, :-1]
+    # Both lists go row by row, left to right, so the i-th first column and the i-th last one are the same run's.
+    rows, first = np.nonzero(~equal[:, :-1] & equal[:, 1:])
+    last = np.nonzero(equal[:, :-1] & ~equal[:, 1:])[1]
+    inside = first < top_k
+    for row, start, stop in zip(rows[inside], first[inside], last[inside] + 1, strict=True):
+        hits.ids[row, start:stop] = sorted(hits.ids[row, start:stop], reverse=True)
+
+
+def _knn(library: str, device: str) -> Knn:
+    if library == "torch":
+        return lambda queries, block, k: _torch_knn(queries, block, k, device)
+    if device == "cpu":
+        return _faiss_knn
+    faiss = _faiss()[0]
+    resources = faiss.StandardGpuResources()
+    index = int(device.partition(":")[2] or 0)
+
+    def knn(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        if k > FAISS_GPU_MAX_K:
+            return _faiss_knn(queries, block, k)  # few queries come here: those with long ties at the cut
+        return faiss.knn_gpu(resources, queries, block, k, metric=faiss.METRIC_INNER_PRODUCT, device=index)
+
+    return knn
+
+
+def _faiss_knn(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    faiss = _faiss()[0]
+    before = {name: getattr(faiss.cvar, name) for name in FAISS_SETTINGS}
+    try:
+        for name, value in FAISS_SETTINGS.items():
+            setattr(faiss.cvar, name, value)
+        return faiss.knn(queries, block, k, metric=faiss.METRIC_INNER_PRODUCT)
+    finally:
+        for name, value in before.items():
+            setattr(faiss.cvar, name, value)
+
+
+def _torch_knn(queries: np.ndarray, block: np.ndarray, k: int, device: str) -> tuple[np.ndarray, np.ndarray]:
+    import torch
+
+    with torch.inference_mode(), _full_precision():
+        documents = torch.from_numpy(block).to(device).T  # (dim, n)
+        step = max(1, TORCH_SCORES // len(block))
+        parts = [(chunk.to(device) @ documents).topk(k) for chunk in torch.from_numpy(queries).split(step)]
+        scores = torch.cat([part.values for part in parts]).cpu().numpy()
+        return scores, torch.cat([part.indices for part in parts]).cpu().numpy()
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products in float32 even where a training run in this process has switched TF32 or bfloat16 products on."""
+    import torch
+
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _faiss() -> tuple[Any, str]:
+    """The module and "", or None and why: a Faiss for GPUs raises RuntimeError, not ImportError, without a driver."""
+    try:
+        return importlib.import_module("faiss"), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
