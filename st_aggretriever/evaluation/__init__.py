@@ -1,0 +1,1 @@
+"""Evaluation: metrics with their rules, one benchmark a file."""
