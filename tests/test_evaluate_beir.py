@@ -109,6 +109,7 @@ def test_figures_run_and_result_by_hand(data: Path, tmp_path: Path, block_size: 
         "torch",
         "faiss",
         "pytrec_eval",
+        "bm25s",
     }
     table = format_result(result)
     assert f"{FIGURES['nDCG@10']:.4f}" in table

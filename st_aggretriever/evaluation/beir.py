@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -89,42 +89,22 @@ def evaluate_beir(
     library, device = pick_backend(backend, device if device.startswith("cuda") else "cpu")
     encoder = _Encoder(model, batch_size)
 
-    texts = read_queries(data)
-    qrels = read_qrels(data, split, texts)
-    queries = {query: texts[query] for query in qrels}
-    counts = _check_corpus(data, qrels, ids_in_run=run is not None)
+    collection = read_collection(data, split, ids_in_run=run is not None)
 
     started = time.perf_counter()
-    query_vectors = encoder.queries(queries)
+    query_vectors = encoder.queries(collection.queries)
     encoded = time.perf_counter()
-    depth = top_k + drop_identical_ids  # one deeper, so that a dropped document leaves top_k
     hits = search(
         query_vectors,
-        encoder.blocks(read_corpus(data), counts["documents"], block_size),
-        depth,
+        encoder.blocks(read_corpus(data), collection.counts["documents"], block_size),
+        top_k + drop_identical_ids,  # one deeper, so that a dropped document leaves top_k
         backend=library,
         device=device,
     )
     searched = time.perf_counter()
-    rankings, dropped = _rankings(list(queries), hits, top_k, drop_identical_ids)
-    counts["dropped_identical_ids"] = len(dropped)
-    relevant = counts["dropped_though_relevant"] = sum(qrels[query].get(query, 0) > 0 for query in dropped)
-    if relevant:
-        logger.warning(
-            "%s: %d documents were dropped for having their query's id though judged relevant to it. If queries and"
-            " documents are numbered apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
-            data,
-            relevant,
-        )
-    figures = evaluate_run(qrels, rankings, top_k=top_k, drop_identical_ids=drop_identical_ids)
-    result = {
-        "benchmark": "beir",
-        "data": str(data),
-        "split": split,
+    how = {
         "model": model_name or str(getattr(getattr(model, "model_card_data", None), "base_model", None) or "unnamed"),
-        "figures": mean_figures(figures),
-        "counts": counts,
-        "rules": [encoder.rule, *metric_rules(top_k, drop_identical_ids=drop_identical_ids)],
+        "rules": [encoder.rule],
         "encoding": encoder.settings(query_vectors.shape[1]) | {"batch_size": batch_size},
         "search": {"backend": library, "device": device, "top_k": top_k},
         "seconds": {
@@ -132,6 +112,79 @@ def evaluate_beir(
             "encode_documents": round(encoder.seconds, 3),
             "search": round(searched - encoded - encoder.seconds, 3),
         },
+    }
+    return score_hits(collection, hits, how, top_k=top_k, drop_identical_ids=drop_identical_ids, run=run, output=output)
+
+
+class Collection(NamedTuple):
+    """One split of a BEIR folder, checked: its judged queries, their judgements, and counts."""
+
+    data: str | Path
+    split: str
+    queries: dict[str, str]
+    qrels: Qrels
+    counts: dict[str, int]
+
+
+def read_collection(data: str | Path, split: str, *, ids_in_run: bool) -> Collection:
+    """Read queries and judgements, and go through the whole corpus once, so that a bad line is found before the work.
+
+    Args:
+        ids_in_run: Whether ids will be written into a run file, which can't hold blanks.
+
+    Raises:
+        FileNotFoundError: A part of the folder is missing.
+        ValueError: A bad line, by file and number, or an id with blanks.
+    """
+    texts = read_queries(data)
+    qrels = read_qrels(data, split, texts)
+    queries = {query: texts[query] for query in qrels}
+    return Collection(data, split, queries, qrels, _check_corpus(data, qrels, ids_in_run=ids_in_run))
+
+
+def score_hits(
+    collection: Collection,
+    hits: Hits,
+    how: dict[str, Any],
+    *,
+    top_k: int,
+    drop_identical_ids: bool,
+    run: str | Path | None,
+    output: str | Path | None,
+) -> dict[str, Any]:
+    """Score what a search found, and write run and result where asked.
+
+    Args:
+        hits: of the collection's queries, in order; one deeper than ``top_k`` where identical ids are dropped.
+        how: what made them: ``model``, ``rules``, ``encoding``, ``search`` and ``seconds`` of the result.
+
+    Returns:
+        The result of :func:`evaluate_beir`.
+    """
+    counts = dict(collection.counts)
+    rankings, dropped = _rankings(list(collection.queries), hits, top_k, drop_identical_ids)
+    counts["dropped_identical_ids"] = len(dropped)
+    relevant = sum(collection.qrels[query].get(query, 0) > 0 for query in dropped)
+    counts["dropped_though_relevant"] = relevant
+    if relevant:
+        logger.warning(
+            "%s: %d documents were dropped for having their query's id though judged relevant to it. If queries and"
+            " documents are numbered apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
+            collection.data,
+            relevant,
+        )
+    figures = evaluate_run(collection.qrels, rankings, top_k=top_k, drop_identical_ids=drop_identical_ids)
+    result = {
+        "benchmark": "beir",
+        "data": str(collection.data),
+        "split": collection.split,
+        "model": how["model"],
+        "figures": mean_figures(figures),
+        "counts": counts,
+        "rules": [*how["rules"], *metric_rules(top_k, drop_identical_ids=drop_identical_ids)],
+        "encoding": how["encoding"],
+        "search": how["search"],
+        "seconds": how["seconds"],
         "versions": _versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -312,6 +365,7 @@ def _versions() -> dict[str, str | None]:
         "torch": ["torch"],
         "faiss": ["faiss-cpu", "faiss-gpu-cu12", "faiss-gpu"],
         "pytrec_eval": ["pytrec-eval-terrier", "pytrec_eval"],
+        "bm25s": ["bm25s"],
     }
     for name, distributions in packages.items():
         versions[name] = next(filter(None, map(_installed, distributions)), None)

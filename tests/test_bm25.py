@@ -1,0 +1,59 @@
+"""BM25 by its formula, and as a run under the same rules as a model's."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from st_aggretriever.cli import main
+from st_aggretriever.evaluation.bm25 import K1, B, evaluate_bm25, search_bm25
+
+DOCUMENTS = [("a", "ships sail seas"), ("b", "the ship sails and sails"), ("c", "yeast"), ("d", ""), ("e", "yeast")]
+
+
+def lucene(term_frequency: int, containing: int, length: int) -> float:
+    """Robertson's weight as Lucene 8 computes it, over stemmed words without stop words."""
+    lengths = [3, 3, 1, 0, 1]
+    idf = math.log(1 + (len(lengths) - containing + 0.5) / (containing + 0.5))
+    norm = K1 * (1 - B + B * length / (sum(lengths) / len(lengths)))
+    return idf * term_frequency / (term_frequency + norm)
+
+
+def test_scores_equal_the_formula() -> None:
+    hits = search_bm25({"q": "sailing", "p": "the yeast"}, DOCUMENTS, 5)
+    assert hits.ids[0, :2].tolist() == ["b", "a"]
+    assert hits.scores[0, :3].tolist() == pytest.approx([lucene(2, 2, 3), lucene(1, 2, 3), 0.0], rel=1e-5)
+    assert hits.scores[1, 0] == pytest.approx(lucene(1, 2, 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 9])
+def test_ties_go_by_id_descending_also_at_the_cut(top_k: int) -> None:
+    hits = search_bm25({"q": "yeast", "none": "of the and"}, DOCUMENTS, top_k)
+    assert hits.ids[0].tolist() == ["e", "c", "d", "b", "a"][:top_k]
+    assert hits.ids[1].tolist() == ["e", "d", "c", "b", "a"][:top_k]
+
+
+def test_a_corpus_without_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="the 2 documents hold no word"):
+        search_bm25({"q": "a"}, [("a", ""), ("b", "the")], 3)
+
+
+def beir_folder(folder: Path) -> Path:
+    (folder / "qrels").mkdir()
+    rows = [{"_id": key, "title": "", "text": text} for key, text in DOCUMENTS]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "queries.jsonl").write_text(json.dumps({"_id": "q", "text": "sailing"}) + "\n")
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
+    return folder
+
+
+def test_evaluation_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = beir_folder(tmp_path)
+    result = evaluate_bm25(data)
+    assert result["figures"]["RR@10"] == 0.5
+    assert result["figures"]["nDCG@10"] == pytest.approx(1 / math.log2(3))
+    assert f"k1 {K1}, b {B}" in result["rules"][0]
+    assert main(["evaluate", "beir", "--model", "bm25", "--data", str(data), "--run", str(tmp_path / "run")]) == 0
+    assert "0.6309" in capsys.readouterr().out
+    assert (tmp_path / "run").read_text().splitlines()[0].split()[:4] == ["q", "Q0", "b", "1"]
