@@ -54,9 +54,9 @@ _MLM_HEADS: dict[str, tuple[tuple[str, ...], str]] = {
     "eurobert": ((), "lm_head"),
 }
 
-# One tile of vocabulary logits in float32. The forward pass holds two such buffers, the backward pass three, whatever
-# the batch: 64 MiB are 549 tokens at V = 30,522, enough for the product to run at full speed.
-_TILE_BYTES = 64 * 2**20
+# One tile of vocabulary logits in float32. Two such buffers exist at a time, forward and backward, whatever the batch:
+# 32 MiB are 274 tokens at V = 30,522; larger tiles were no faster.
+_TILE_BYTES = 32 * 2**20
 
 
 class MLMEncoder(Transformer):
@@ -94,6 +94,7 @@ class MLMEncoder(Transformer):
         self.head = head
         if head:
             _mlm_head(self.model)
+        self._check_tokenizer(model_name_or_path)
         limit = self._usable_positions()
         if limit is not None:
             tokenizer: Any = self.tokenizer
@@ -132,6 +133,22 @@ class MLMEncoder(Transformer):
                 return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         limit = getattr(self.model.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
+
+    def _check_tokenizer(self, name: str) -> None:
+        """Refuse a tokenizer without words (transformers make one where a folder has none) or with ids too high."""
+        tokenizer: Any = self.tokenizer
+        entries, special = len(tokenizer), len(set(tokenizer.all_special_ids))
+        rows = _unwrapped(self.model).get_input_embeddings().weight.shape[0]
+        if entries <= special:
+            raise ValueError(
+                f"MLMEncoder: {name!r} has no tokenizer with words in it ({entries} entries, all special); copy the "
+                "tokenizer of its backbone into the folder."
+            )
+        if entries > rows > 0:
+            raise ValueError(
+                f"MLMEncoder: the tokenizer of {name!r} has {entries} entries, but the model embeds only {rows}; use "
+                "the model's own tokenizer, or call resize_token_embeddings, save and train."
+            )
 
     def _special_tokens_around(self) -> tuple[int, int]:
         """How many special tokens the tokenizer puts before and after a text."""
@@ -395,7 +412,7 @@ class _LexicalPooling(_HeadModule):
         name = type(self).__name__
         _positive(name, "hidden_size", hidden_size)
         _choice(name, "term_weight", term_weight, ("abs", "identity", "none"))
-        _choice(name, "excluded_tokens", excluded_tokens, ("cls", "special"))
+        _choice(name, "excluded_tokens", excluded_tokens, ("cls", "special", "none"))
         self.hidden_size = hidden_size
         self.term_weight = term_weight
         self.excluded_tokens = excluded_tokens
@@ -409,7 +426,12 @@ class _LexicalPooling(_HeadModule):
 
     def participating(self, features: dict[str, Any]) -> Tensor:
         """(B, L) bool: the tokens over which the maximum runs."""
-        return _token_mask(features, cls=False, suffix=self.excluded_tokens == "cls", prompt=bool(self.include_prompt))
+        return _token_mask(
+            features,
+            cls=self.excluded_tokens == "none",
+            suffix=self.excluded_tokens != "special",
+            prompt=bool(self.include_prompt),
+        )
 
     def term_weights(self, hidden: Tensor) -> Tensor:
         """``w = abs(e . W + b)`` of each token: (T, H) to (T), in float32."""
@@ -431,7 +453,8 @@ class MLMLexicalPooling(_LexicalPooling):
         term_weight: ``"abs"`` (the paper), ``"identity"`` (the published checkpoints, trained without the absolute
             value) or ``"none"`` (w = 1, no parameters).
         activation: ``"softmax"`` (the paper) or ``"log1p_relu"``, ``log(1 + relu(logit))`` as in SPLADE heads.
-        excluded_tokens: ``"cls"`` leaves out the first real token; ``"special"`` also what the tokenizer appends.
+        excluded_tokens: ``"cls"`` leaves out the first real token; ``"special"`` also what the tokenizer appends;
+            ``"none"`` leaves out nothing, as SPLADE does.
         include_prompt: Whether the tokens of a prompt take part.
 
     Features in: ``token_embeddings`` (B, L, H), ``mlm_states`` (B, L, E), ``decoder_weight`` (V, E), ``decoder_bias``
@@ -771,22 +794,19 @@ class _LexicalMax(torch.autograd.Function):
         counts: tuple[int, ...],
         activation: str,
     ) -> Tensor:
-        decoder = _cast_decoder(weight, bias, states.dtype)
+        tile = _Tile(states, weight, bias, activation)
         shape = (len(counts), weight.shape[0])
         out = term_weights.new_full(shape, -torch.inf)  # (B, V)
         needs_grad = any(ctx.needs_input_grad)
-        winner = torch.empty(shape if needs_grad else 0, dtype=torch.int32, device=states.device)
+        winner = torch.full(shape if needs_grad else (0,), -1, dtype=torch.int32, device=states.device)
         for start, stop, segments in _tiles(counts, weight.shape[0]):
-            values = _activate(states[start:stop], decoder, activation).mul_(term_weights[start:stop, None])
+            values = tile.values(start, stop).mul_(term_weights[start:stop, None])  # (n, V)
             for text, begin, end in segments:
                 part = values[begin - start : end - start]
-                if not needs_grad:
+                if needs_grad:
+                    _running_max(part, begin, out[text], winner[text])
+                else:
                     torch.maximum(out[text], part.amax(0), out=out[text])
-                    continue
-                best, index = part.max(0)
-                better = ~(best <= out[text])  # Also where best is NaN, which must not be hidden.
-                out[text] = torch.where(better, best, out[text])
-                winner[text] = torch.where(better, (index + begin).int(), winner[text])
         out[torch.tensor(counts, device=out.device) == 0] = 0.0
         if needs_grad:
             ctx.save_for_backward(states, weight, bias, term_weights, winner)
@@ -797,30 +817,32 @@ class _LexicalMax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, bias, term_weights, winner = ctx.saved_tensors
-        decoder = _cast_decoder(weight, bias, states.dtype)
-        vocabulary = weight.shape[0]
+        tile = _Tile(states, weight, bias, ctx.activation)
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)
-        grad_bias = grad.new_zeros(vocabulary)
-        grad_terms = torch.empty_like(term_weights)
-        for start, stop, segments in _tiles(ctx.counts, vocabulary):
-            values = _activate(states[start:stop], decoder, ctx.activation)  # f(logits), (n, V)
-            won = torch.zeros_like(values)  # The gradient of each w_i f_i[t]: not zero where token i won term t.
+        grad_bias = grad.new_zeros(weight.shape[0])
+        grad_terms = torch.zeros_like(term_weights)
+        for start, stop, segments in _tiles(ctx.counts, weight.shape[0]):
+            values = tile.values(start, stop)  # f(logits), (n, V); becomes the gradient of the logits in place
             for text, begin, end in segments:
+                part, terms = values[begin - start : end - start], term_weights[begin:end]
                 row = winner[text].long() - begin
                 inside = (row >= 0) & (row < end - begin)
-                source = torch.where(inside, grad[text], 0.0).unsqueeze(0)
-                won[begin - start : end - start].scatter_(0, row.clamp(0, end - begin - 1).unsqueeze(0), source)
-            terms = term_weights[start:stop, None]
-            inner = (won * values).sum(1, keepdim=True)  # (n, 1)
-            grad_terms[start:stop] = inner.squeeze(1)
-            if ctx.activation == "softmax":
-                logits = won.sub_(inner).mul_(values).mul_(terms)
-            else:  # d log(1 + x) = 1 / (1 + x) = exp(-f) where x > 0
-                logits = won.mul_(torch.exp(-values)).mul_(values > 0).mul_(terms)
-            grad_bias += logits.sum(0)
-            logits = logits.to(states.dtype)
-            torch.mm(logits, decoder[0], out=grad_states[start:stop])
+                row.clamp_(0, end - begin - 1)
+                won = part.gather(0, row.unsqueeze(0)).squeeze(0)  # (V): f of each term's winning token
+                gain = torch.where(inside, grad[text], 0.0) * won
+                inner = grad_terms[begin:end].scatter_add_(0, row, gain)  # sum over t of d out[t] f_i[t]
+                # Of a term's tokens only the winner has a gradient of its own; softmax takes from all of a token's.
+                if ctx.activation == "softmax":
+                    own = gain * terms[row]
+                    part.mul_(-(inner * terms).unsqueeze(1))
+                else:  # d log(1 + x) = 1 / (1 + x) = exp(-f) where x > 0
+                    own = torch.where(inside & (won > 0), grad[text], 0.0) * terms[row] * torch.exp(-won)
+                    part.zero_()
+                part.scatter_add_(0, row.unsqueeze(0), own.unsqueeze(0))
+            grad_bias += values.sum(0)
+            logits = values.to(states.dtype)
+            torch.mm(logits, tile.weight, out=grad_states[start:stop])
             if states.dtype == grad_weight.dtype:
                 grad_weight.addmm_(logits.T, states[start:stop])
             else:
@@ -835,20 +857,54 @@ class _LexicalMax(torch.autograd.Function):
         )
 
 
-def _cast_decoder(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
+class _Tile:
+    """f(logits) of a few tokens at a time, in two buffers that are written again and again.
+
+    Fresh memory for each tile would cost as much as the passes over it.
+    """
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.states = states
+        self.weight = weight.to(states.dtype)
+        self.bias = None if bias is None else bias.to(states.dtype)
+        self.activation = activation
+        shape = (min(len(states), _tile_tokens(len(weight))), len(weight))
+        self.logits = states.new_empty(shape)
+        self.activated = states.new_empty(shape, dtype=torch.promote_types(states.dtype, torch.float32))
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """(n, V), float32 from the product on; the next call overwrites it."""
+        logits, values = self.logits[: stop - start], self.activated[: stop - start]
+        if self.bias is None:
+            torch.mm(self.states[start:stop], self.weight.T, out=logits)
+        else:
+            torch.addmm(self.bias, self.states[start:stop], self.weight.T, out=logits)
+        if self.activation == "softmax":
+            return torch.softmax(logits, 1, dtype=values.dtype, out=values)
+        return values.copy_(logits).relu_().log1p_()
 
 
-def _activate(states: Tensor, decoder: tuple[Tensor, Tensor | None], activation: str) -> Tensor:
-    """f(logits) of n tokens: (n, E) to a new (n, V), float32 from the product on."""
-    logits = F.linear(states, *decoder)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.softmax(1) if activation == "softmax" else logits.relu_().log1p_()
+def _running_max(part: Tensor, begin: int, best: Tensor, winner: Tensor) -> None:
+    """Raise ``best`` (V) to the maximum over the rows of ``part``, the first of which is token ``begin``, and note in
+    ``winner`` (V) which token it was; of equal ones the first. NaN stays NaN."""
+    if part.is_cpu:
+        # Row by row in cache: torch.max with indices over the first dimension takes four times as long.
+        for token, row in enumerate(part, start=begin):
+            winner.masked_fill_(row > best, token)
+            torch.maximum(best, row, out=best)
+    else:
+        value, index = part.max(0)
+        winner.copy_(torch.where(value > best, (index + begin).int(), winner))
+        torch.maximum(best, value, out=best)
+
+
+def _tile_tokens(vocabulary: int) -> int:
+    return max(1, _TILE_BYTES // (4 * vocabulary))
 
 
 def _tiles(counts: Sequence[int], vocabulary: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
     """Cut the tokens of all texts into tiles: (start, stop, [(text, first token, end)] of the texts inside)."""
-    size = max(1, _TILE_BYTES // (4 * vocabulary))
+    size = _tile_tokens(vocabulary)
     bounds, offset = [], 0
     for text, count in enumerate(counts):
         bounds.append((text, offset, offset + count))

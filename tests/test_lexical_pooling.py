@@ -82,7 +82,7 @@ def test_gradients_equal_autograd_on_the_plain_formula(tile: int, mask: str, act
         (output * weights).sum().backward()
         gradients.append({name: tensor.grad for name, tensor in given.items()})
     for name, expected in gradients[1].items():
-        assert expected.abs().sum() > 0, f"the gradient of {name} is zero: the comparison would show nothing"
+        assert expected.abs().max() > 1e-3, f"the gradient of {name} is zero: the comparison would show nothing"
         torch.testing.assert_close(gradients[0][name], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -115,9 +115,9 @@ def test_text_without_tokens_is_zero_and_has_no_gradient() -> None:
     assert output[0].eq(0).all()
     assert output[1].ne(0).all()
     assert output[2].eq(0).all()
-    output.sum().backward()
+    output[:, 0].sum().backward()  # The sum over all terms would be the term weight, whatever the states.
     gradient = given["states"].grad.abs().sum(-1)
-    assert gradient[1, 2] > 0
+    assert gradient[1, 2] > 1e-4
     assert gradient.sum() == gradient[1, 2]
 
 
