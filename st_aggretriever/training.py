@@ -164,18 +164,20 @@ def train(config: TrainConfig) -> SentenceTransformer:
     """
     _check_environment()
     output = Path(config.output).resolve()
-    if config.resume and (output / RECORD).is_file():
-        return _finished(config, output)
     working = output.with_name(output.name + ".partial")
-    _check_output(output, working, config.resume)
+    finished = config.resume and (output / RECORD).is_file()
+    if not finished:
+        _check_output(output, working, config.resume)
     data = read_columns(config.pairs, config.negatives)
+    start = {"config": asdict(config), "pairs": data.counts, "pairs_sha256": data.sha256}
+    if finished:
+        return _finished(start, output)
     if len(data.columns["query"]) < config.batch_size:
         raise ValueError(
             f"train: batch_size must be at most the number of pairs, {len(data.columns['query'])}, got "
             f"{config.batch_size}."
         )
     model, is_new = _starting_model(config)
-    start = {"config": asdict(config), "pairs": data.counts, "pairs_sha256": data.sha256}
     resolved = _resolve(config, model, is_new, len(data.columns["query"]))
     with _working_folder(working, start) as checkpoint:
         trainer = _trainer(config, resolved, model, data.columns, working)
@@ -408,11 +410,11 @@ def _check_result(trainer: AggretrieverTrainer, steps: int) -> None:
 # Files
 
 
-def _finished(config: TrainConfig, output: Path) -> SentenceTransformer:
+def _finished(start: dict[str, Any], output: Path) -> SentenceTransformer:
     """The model of a run that a kill met after its end, or that was done already."""
     from st_aggretriever.model import load_aggretriever
 
-    _check_same(json.loads((output / RECORD).read_text(encoding="utf-8")), {"config": asdict(config)}, output)
+    _check_same(json.loads((output / RECORD).read_text(encoding="utf-8")), start, output)
     shutil.rmtree(output.with_name(output.name + ".partial"), ignore_errors=True)
     return load_aggretriever(output)
 
@@ -423,7 +425,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> Non
     if changed:
         found = ", ".join(f"{name} ({old.get(name)}, now {new[name]})" for name in changed)
         raise ValueError(f"train: the run in {where} had other settings: {found}. Resume with the same ones.")
-    if "pairs_sha256" in now and before["pairs_sha256"] != now["pairs_sha256"]:
+    if before.get("pairs_sha256") != now["pairs_sha256"]:
         raise ValueError(f"train: the run in {where} had other pairs. Resume with the same ones, in the same order.")
 
 

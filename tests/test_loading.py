@@ -13,11 +13,16 @@ import numpy as np
 import pytest
 import sentence_transformers
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from st_aggretriever import MLMEncoder, SliceMaxAgg, build_aggretriever, load_aggretriever
+from st_aggretriever import AggretrieverLoss, MLMEncoder, SliceMaxAgg, build_aggretriever, load_aggretriever
 from st_aggretriever import modules as package_modules
 
 TEXTS = ["the quick brown fox", "", "what is dense retrieval in a search engine ?", "a " * 60]
@@ -73,6 +78,17 @@ def run(script: Path, *arguments: str, without_package: Path | None = None) -> N
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+def trained_checkpoint(backbone: str, folder: Path) -> tuple[SentenceTransformer, Path]:
+    """A model after one step of sentence-transformers' own trainer, and the checkpoint that it wrote."""
+    model = build_aggretriever(backbone, lexical_dim=16, cls_dim=4)
+    arguments = SentenceTransformerTrainingArguments(
+        str(folder / "run"), max_steps=1, save_steps=1, learning_rate=0.1, report_to="none", use_cpu=True
+    )
+    pairs = Dataset.from_dict({"query": ["what dog", "who sails"], "passage": ["the dog sleeps", "the ship sails"]})
+    SentenceTransformerTrainer(model, arguments, train_dataset=pairs, loss=AggretrieverLoss(model)).train()
+    return model, folder / "run" / "checkpoint-1"
+
+
 @pytest.fixture(scope="module")
 def saved(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, np.ndarray]]:
     """Models saved, moved elsewhere, loaded without the package and saved again; and the vectors expected of them."""
@@ -83,6 +99,9 @@ def saved(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         model.save_pretrained(str(first / name))
         expected[name] = model.encode_query(TEXTS)
         shutil.move(first / name, home / name)
+    model, checkpoint = trained_checkpoint(tiny_bert, first)
+    expected["checkpoint"] = model.encode_query(TEXTS)
+    shutil.move(checkpoint, home / "checkpoint")
     script = tmp_path_factory.mktemp("elsewhere") / "script.py"
     script.write_text(SCRIPT.format(texts=TEXTS))
     hidden = tmp_path_factory.mktemp("hidden")
@@ -93,7 +112,7 @@ def saved(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 @pytest.mark.parametrize("how", ["package", "bundle"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, "checkpoint"])
 def test_a_fresh_process_gives_the_same_vectors(saved: Any, name: str, how: str) -> None:
     home, _, expected = saved
     assert abs(np.load(home / f"{name}.{how}.npy") - expected[name]).max() == 0.0
@@ -104,7 +123,7 @@ def test_a_pool_of_workers_gives_the_same_vectors_without_the_package(saved: Any
     assert abs(np.load(home / "mlm.pool.npy") - expected["mlm"]).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, "checkpoint"])
 def test_a_model_saved_again_without_the_package_still_loads_with_it(saved: Any, name: str) -> None:
     home, again, expected = saved
     assert abs(np.load(again / f"{name}.package.npy") - expected[name]).max() == 0.0

@@ -240,6 +240,9 @@ def test_resume_starts_a_new_run_and_takes_a_finished_one_as_it_is(settings: dic
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(ValueError, match="other settings"):
         train(TrainConfig(**settings | {"epochs": 1}, resume=True))
+    other = write_rows(tmp_path / "other.jsonl", make_rows(24, seed=1))
+    with pytest.raises(ValueError, match="had other pairs"):
+        train(TrainConfig(**settings | {"pairs": [other]}, resume=True))
 
 
 class Falling(BaseEvaluator):
