@@ -1,0 +1,91 @@
+"""quickstart: four arms and BM25 in one table, three searches, and nothing done twice."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from st_aggretriever import load_aggretriever
+from st_aggretriever.cli import main
+
+TEXTS = {
+    "d1": "bread needs flour , water , salt and an oven",
+    "d2": "the ship sails over the sea",
+    "d3": "paris is the capital city of france",
+    "d4": "a fox and a dog sleep in the sun",
+}
+QUERIES = {"a": "flour and salt", "b": "ship sea", "c": "capital of france", "d": "fox in the sun"}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    (folder / "qrels").mkdir(parents=True)
+    rows = [{"_id": key, "title": "", "text": text} for key, text in TEXTS.items()]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"_id": key, "text": text} for key, text in QUERIES.items()]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = "".join(f"{query}\t{document}\t1\n" for query, document in zip(QUERIES, TEXTS, strict=True))
+    for split in ("train", "test"):
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    return folder
+
+
+def run(tiny_bert: str, data: Path, output: Path, *more: str) -> int:
+    pairs = output.parent / "pairs.jsonl"
+    lines = [json.dumps({"query": f"{query} {n}", "passage": f"{text} {n}"}) for n in range(9)
+             for query, text in zip(QUERIES.values(), TEXTS.values(), strict=True)]  # fmt: skip
+    pairs.write_text("\n".join(lines) + "\n")
+    arguments = ["--model", tiny_bert, "--data", str(data), "--pairs", str(pairs), "--output", str(output)]
+    sizes = ["--epochs", "1", "--cls-dim", "4", "--lexical-dim", "16", "--device", "cpu"]
+    return main(["quickstart", *arguments, *sizes, *more])
+
+
+def test_table_searches_and_model(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assert run(tiny_bert, data, output) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    for name in ("BM25", "AGG, untrained", "CLS", "mean pooling", "AGG"):
+        assert sum(line.startswith(f"{name:16}") for line in lines) == 1, name
+    assert [line[2:] for line in lines if line.startswith("? ")] == list(QUERIES.values())[:3]
+    searches = [line for line in lines if re.match(r"  [* ] \d\. ", line)]
+    assert len(searches) == 9
+    judged = dict(zip(QUERIES.values(), TEXTS.values(), strict=True))
+    query = ""
+    for line in lines:
+        query = line[2:] if line.startswith("? ") else query
+        if line in searches:
+            assert line.startswith("  * ") is line.endswith(judged[query])
+    for arm, dimension in (("agg", 20), ("cls", 20), ("mean", 20)):
+        assert load_aggretriever(output / arm).get_embedding_dimension() == dimension
+    figures = json.loads((output / "agg.json").read_text())["figures"]
+    assert f"{figures['nDCG@10']:9.3f}{figures['R@100']:9.3f}" in printed
+
+    def fail(*_: object) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("st_aggretriever.trainer.AggretrieverTrainer.fit", fail)
+    assert run(tiny_bert, data, output) == 0
+    assert f"{figures['nDCG@10']:9.3f}" in capsys.readouterr().out
+
+
+def test_other_settings_in_the_same_folder_are_refused(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny_bert, data, tmp_path / "out") == 0
+    assert run(tiny_bert, data, tmp_path / "out", "--seed", "1") == 2
+    assert "other settings: seed (0, now 1)" in capsys.readouterr().err
+
+
+def test_a_missing_train_split_is_one_sentence(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data / "qrels" / "train.tsv").unlink()
+    assert main(["quickstart", "--model", tiny_bert, "--data", str(data), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "train" in error
+    assert len(error.strip().splitlines()) == 1
