@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from st_aggretriever.convert import convert_checkpoint
     from st_aggretriever.losses import AggretrieverLoss
     from st_aggretriever.model import build_aggretriever, load_aggretriever
     from st_aggretriever.modules import (
@@ -34,6 +35,7 @@ _HOME = {
     "__version__": "modules",
     "AggretrieverLoss": "losses",
     "build_aggretriever": "model",
+    "convert_checkpoint": "convert",
     "load_aggretriever": "model",
     "TrainConfig": "training",
     "train": "training",
@@ -50,6 +52,7 @@ __all__ = [
     "TokenLexicalPooling",
     "TrainConfig",
     "build_aggretriever",
+    "convert_checkpoint",
     "load_aggretriever",
     "train",
 ]

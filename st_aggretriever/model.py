@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from sentence_transformers.util import import_from_string, load_file_path
 from torch import nn
 
 from st_aggretriever import modules as _modules
+from st_aggretriever.convert import convert_into_cache, published_layout
+from st_aggretriever.graft import graft_head
 from st_aggretriever.modules import (
     CLSProjection,
     Concat,
@@ -40,6 +43,7 @@ def build_aggretriever(
     remainder: str = "pad",
     excluded_tokens: str = "cls",
     include_prompt: bool = False,
+    mlm_head_from: str | Path | None = None,
     prompts: dict[str, str] | None = None,
     seed: int = 0,
     **transformer_kwargs: Any,
@@ -50,7 +54,8 @@ def build_aggretriever(
     compared by dot product. The new weights (term weight, projections) are drawn from ``seed``.
 
     Args:
-        model_name_or_path: Folder or Hub id. ``pooling="mlm"`` needs a pretrained MLM head; others take any encoder.
+        model_name_or_path: Folder or Hub id of a transformers checkpoint, or of a SentenceTransformer or SparseEncoder
+            around one. ``pooling="mlm"`` needs a pretrained MLM head; others take any encoder.
         lexical_dim: D; 0 leaves the lexical part (and the MLM head) away.
         cls_dim: C; 0 leaves the [CLS] part away.
         query_length, document_length: Longest query and document in tokens, [CLS] and [SEP] included; cut at what the
@@ -59,7 +64,12 @@ def build_aggretriever(
             [CLS] to ``cls_dim`` alone; ``"mean"``, of the mean of all tokens to ``cls_dim + lexical_dim`` (RepBERT);
             ``"mean+cls"``, of the mean without [CLS] to ``lexical_dim`` beside the [CLS] part.
         aggregation, slicing, remainder: See :class:`SliceMaxAgg`.
-        term_weight, activation, excluded_tokens, include_prompt: See :class:`MLMLexicalPooling`.
+        term_weight, activation, excluded_tokens, include_prompt: See :class:`MLMLexicalPooling`. A SPLADE model becomes
+            a dense one without training by ``activation="log1p_relu", term_weight="none", cls_dim=0`` and, as SPLADE
+            has it, ``excluded_tokens="none"``.
+        mlm_head_from: For an encoder without MLM head (most embedders): folder or Hub id of the pretrained model that
+            it was made from. Its head is taken over, checked to fit in sizes and vocabulary, recorded in the backbone's
+            config and saved with the model.
         prompts: Texts put before queries and documents, ``{"query": ..., "document": ...}``.
         seed: Of the new weights and of ``slicing="random"``.
         **transformer_kwargs: Passed to :class:`MLMEncoder`, for instance ``model_kwargs={"dtype": torch.bfloat16}``.
@@ -68,7 +78,8 @@ def build_aggretriever(
         SentenceTransformer of dimension C + D (with ``aggregation="none"``, C + V).
 
     Raises:
-        ValueError: An option is out of its range, no part is left, or the checkpoint lacks what ``pooling`` needs.
+        ValueError: An option is out of its range, no part is left, the checkpoint lacks what ``pooling`` needs, or is
+            a published Aggretriever, which is trained already.
         OSError: The checkpoint cannot be found.
 
     Example:
@@ -80,16 +91,19 @@ def build_aggretriever(
     if pooling == "cls":
         lexical_dim = 0
     has_head = pooling == "mlm" and lexical_dim > 0
-    encoder = MLMEncoder(
-        str(model_name_or_path),
-        head=has_head,
-        query_length=query_length,
-        document_length=document_length,
-        **transformer_kwargs,
-    )
+    if mlm_head_from is not None and not has_head:
+        raise ValueError("build_aggretriever: mlm_head_from needs pooling='mlm' and a lexical_dim of at least 1.")
+    path = str(model_name_or_path)
+    transformer_kwargs = _inside_sentence_transformer(path, activation if has_head else None, transformer_kwargs)
+    _refuse_published(path, transformer_kwargs)
+    options = {"query_length": query_length, "document_length": document_length, **transformer_kwargs}
+    if mlm_head_from is None:
+        encoder = MLMEncoder(path, head=has_head, **options)
+    else:
+        encoder = _grafted(path, str(mlm_head_from), options)
     if encoder.prefix_length != 1:
         raise ValueError(
-            f"build_aggretriever: the tokenizer of {str(model_name_or_path)!r} must put one special token ([CLS]) "
+            f"build_aggretriever: the tokenizer of {path!r} must put one special token ([CLS]) "
             f"before a text, but it puts {encoder.prefix_length}; the first token would be taken for [CLS]."
         )
     encoder.max_seq_length = document_length
@@ -146,6 +160,82 @@ def _check_options(pooling: str, lexical_dim: int, cls_dim: int, query_length: i
         )
 
 
+def _inside_sentence_transformer(
+    path: str, activation: str | None, transformer_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """``transformer_kwargs`` that also find the checkpoint inside a SentenceTransformer's or SparseEncoder's folder.
+
+    Args:
+        activation: What is about to become of the MLM head, None without one.
+    """
+    where = _where(transformer_kwargs)
+    modules_file = load_file_path(path, "modules.json", **where)
+    if modules_file is None:
+        return transformer_kwargs
+    entries = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+    names = [str(entry["type"]).rpartition(".")[2] for entry in entries]
+    if "Router" in names or "Asym" in names:
+        raise ValueError(
+            f"build_aggretriever: {path!r} has a {names[0]}, with one encoder for queries and another for documents; "
+            "an Aggretriever has one for both."
+        )
+    if activation == "log1p_relu":
+        for entry, name in zip(entries, names, strict=True):
+            if name == "SpladePooling":
+                _check_splade(path, str(entry["path"]), where)
+    subfolder = entries[0]["path"]
+    if not subfolder:
+        return transformer_kwargs
+    inside = ("model_kwargs", "processor_kwargs", "config_kwargs")
+    return transformer_kwargs | {
+        name: {"subfolder": subfolder, **(transformer_kwargs.get(name) or {})} for name in inside
+    }
+
+
+def _check_splade(path: str, subfolder: str, where: dict[str, Any]) -> None:
+    """Refuse the two kinds of SPLADE that take no maximum of ``log(1 + relu(logit))``."""
+    file = load_file_path(path, "config.json", subfolder=subfolder, **where)
+    config = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    for option, expressible in (("pooling_strategy", "max"), ("activation_function", "relu")):
+        value = config.get(option, expressible)
+        if value != expressible:
+            raise ValueError(
+                f"build_aggretriever: activation='log1p_relu' takes SPLADE models with {option}={expressible!r}, but "
+                f"{path!r} has {value!r}; its vectors would not be that model's."
+            )
+
+
+def _where(transformer_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Where and how to fetch from the Hub, as given for the model."""
+    given = transformer_kwargs.get("model_kwargs") or {}
+    names = {"cache_dir": "cache_folder"} | {name: name for name in ("token", "revision", "local_files_only")}
+    return {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+
+
+def _refuse_published(path: str, transformer_kwargs: dict[str, Any]) -> None:
+    layout = published_layout(path, **_where(transformer_kwargs))
+    if layout is not None:
+        raise ValueError(
+            f"build_aggretriever: {path!r} is a published Aggretriever ({layout} layout), trained already; its term "
+            "weight and projection would be lost. Load it with load_aggretriever, or convert it once: st-aggretriever "
+            "convert SOURCE OUTPUT."
+        )
+
+
+def _grafted(path: str, mlm_head_from: str, options: dict[str, Any]) -> MLMEncoder:
+    """The encoder of ``path`` with the MLM head of another checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = graft_head(path, mlm_head_from, folder, options)
+        kept = ("dtype", "torch_dtype", "attn_implementation")
+        model_kwargs = {key: value for key, value in (options.get("model_kwargs") or {}).items() if key in kept}
+        plain = {key: value for key, value in options.items() if not key.endswith("_kwargs")}
+        encoder = MLMEncoder(folder, head=True, model_kwargs=model_kwargs, **plain)
+    model: Any = encoder.model
+    model.config.mlm_head_from = source
+    model.name_or_path = encoder.tokenizer.name_or_path = path  # type: ignore[union-attr]
+    return encoder
+
+
 def load_aggretriever(
     path_or_hub_id: str | Path,
     *,
@@ -160,7 +250,9 @@ def load_aggretriever(
 ) -> SentenceTransformer:
     """Load a saved Aggretriever with this package's own classes; no ``trust_remote_code`` is needed.
 
-    Code that lies in the folder is not run.
+    Code that lies in the folder is not run. A published checkpoint (``castorini/aggretriever-*``,
+    ``jacklin/DistilBERT-AGG``) is converted on the way, once: see :func:`st_aggretriever.convert_checkpoint`. The
+    result lies in the Hugging Face cache.
 
     Args:
         path_or_hub_id: A folder, a trainer's checkpoint, or a Hub id.
@@ -185,6 +277,10 @@ def load_aggretriever(
     if modules_file is None:
         if not Path(path).is_dir() and (Path(path).is_absolute() or path.count("/") != 1 or path.startswith(".")):
             raise FileNotFoundError(f"load_aggretriever: there is no folder {path!r}.")
+        converted = convert_into_cache(path, **where)
+        if converted is not None:
+            kwargs |= {"model_kwargs": model_kwargs, "processor_kwargs": processor_kwargs}
+            return load_aggretriever(converted, config_kwargs=config_kwargs, **kwargs)
         raise ValueError(
             f"load_aggretriever: {path!r} has no modules.json, or cannot be reached; to make an Aggretriever of a "
             "masked language model call build_aggretriever."

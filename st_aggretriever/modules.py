@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoModel, AutoModelForMaskedLM
+from transformers.utils import logging as transformers_logging
 
 __version__ = "0.1.0"
 
@@ -233,6 +234,8 @@ def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict
     instead = (
         " pooling='tokens', 'cls', 'mean' and 'mean+cls' need no MLM head and take any encoder." if with_head else ""
     )
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # Its report of weights left out or missing is said better below.
     try:
         model, info = auto_class.from_pretrained(path, config=config, output_loading_info=True, **model_kwargs)
     except ValueError as error:
@@ -240,6 +243,10 @@ def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict
             raise
         kind = "masked language model" if with_head else "encoder"
         raise ValueError(f"MLMEncoder: {path!r} ({config.model_type}) is not a {kind}.{instead}") from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if any(key.startswith("tok_proj.") for key in info["unexpected_keys"]):
+        instead = " It is a published Aggretriever: load it with st_aggretriever.load_aggretriever, which converts it."
     missing = sorted(info["missing_keys"] | {key for key, *_ in info["mismatched_keys"]})
     if missing:
         found = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

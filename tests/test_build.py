@@ -1,13 +1,17 @@
 """build_aggretriever: every option, its dimensions, and what is refused."""
 
+import json
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import conftest
 import numpy as np
 import pytest
+import reference
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from st_aggretriever import AggretrieverLoss, build_aggretriever, load_aggretriever
 
@@ -210,8 +214,6 @@ def test_a_causal_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_cls_is_refused(tiny_bert: str, tmp_path: Path) -> None:
-    import shutil
-
     from tokenizers import processors
 
     shutil.copytree(tiny_bert, tmp_path, dirs_exist_ok=True)
@@ -227,3 +229,130 @@ def test_a_decoder_that_is_no_plain_linear_layer_is_refused(tiny_bert: str) -> N
     model[0].model.cls.predictions.decoder = torch.nn.Sequential(model[0].model.cls.predictions.decoder)
     with pytest.raises(ValueError, match=r"must be a torch\.nn\.Linear, got torch\.nn.modules\.container\.Sequential"):
         model.encode("dog")
+
+
+# SPLADE models and other folders of sentence-transformers
+
+
+@pytest.fixture(scope="module")
+def sparse(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[SparseEncoder, str]:
+    """A SPLADE model of sentence-transformers, and its folder."""
+    folder = tmp_path_factory.mktemp("sparse")
+    model = SparseEncoder(tiny_bert, device="cpu")
+    model.save_pretrained(str(folder))
+    return model, str(folder)
+
+
+SPLADE: dict[str, Any] = {"activation": "log1p_relu", "term_weight": "none", "cls_dim": 0, "excluded_tokens": "none"}
+
+
+@pytest.mark.parametrize("layout", ["SparseEncoder", "fill-mask"])
+def test_a_splade_model_unfolded_is_the_sparse_encoder(
+    tiny_bert: str, sparse: tuple[SparseEncoder, str], layout: str
+) -> None:
+    folder = sparse[1] if layout == "SparseEncoder" else tiny_bert
+    expected = sparse[0].encode(TEXTS, convert_to_sparse_tensor=False).cpu().numpy()
+    assert expected.std() > 0.1
+    vectors = build(folder, **SPLADE, aggregation="none").encode(TEXTS)
+    assert vectors.shape == (3, V)
+    assert abs(vectors - expected).max() < 1e-5
+
+
+def test_a_folded_splade_model_is_the_fold_of_its_weights(sparse: tuple[SparseEncoder, str], tmp_path: Path) -> None:
+    model = build(sparse[1], **SPLADE)
+    assert not [name for name, _ in model[1].named_parameters()], "nothing to train"
+    assert [type(module).__name__ for module in model] == ["MLMEncoder", "MLMLexicalPooling", "SliceMaxAgg", "Concat"]
+    weights = sparse[0].encode(TEXTS, convert_to_sparse_tensor=False).cpu()
+    expected = [reference.aggregate(row.tolist(), 16, "signed") for row in weights]
+    vectors = model.encode(TEXTS)
+    assert abs(abs(vectors) - abs(np.array(expected))).max() < 1e-5
+    model.save_pretrained(str(tmp_path))
+    assert np.array_equal(load_aggretriever(tmp_path).encode(TEXTS), vectors)
+
+
+def test_the_example_writes_a_dense_model(
+    sparse: tuple[SparseEncoder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    example = Path(__file__).parent.parent / "examples" / "splade_to_dense.py"
+    output = tmp_path / "dense"
+    monkeypatch.setattr("sys.argv", [str(example), sparse[1], str(output), "--lexical-dim", "32"])
+    runpy.run_path(str(example), run_name="__main__")
+    assert "32 dimensions, 128 bytes a document in float32, 64 in float16" in capsys.readouterr().out
+    model = load_aggretriever(output)
+    assert np.array_equal(model.encode(TEXTS), build(sparse[1], **{**SPLADE, "lexical_dim": 32}).encode(TEXTS))
+    assert (model[0].query_length, model[0].document_length) == (64, 256)
+
+
+def saved_elsewhere(folder: str, target: Path) -> Path:
+    """The folder as old versions saved it: the encoder in one of its own."""
+    shutil.copytree(folder, target / "0_Transformer", ignore=shutil.ignore_patterns("modules.json", "1_*"))
+    (target / "1_SpladePooling").mkdir()
+    shutil.copy(Path(folder, "1_SpladePooling", "config.json"), target / "1_SpladePooling")
+    entries = json.loads(Path(folder, "modules.json").read_text())
+    entries[0]["path"] = "0_Transformer"
+    (target / "modules.json").write_text(json.dumps(entries))
+    return target
+
+
+@pytest.mark.parametrize("pooling", ["mlm", "tokens"])
+def test_an_encoder_in_a_folder_of_its_own_is_found(
+    sparse: tuple[SparseEncoder, str], tmp_path: Path, pooling: str
+) -> None:
+    expected = build(sparse[1], pooling=pooling).encode(TEXTS)
+    assert np.array_equal(build(saved_elsewhere(sparse[1], tmp_path), pooling=pooling).encode(TEXTS), expected)
+
+
+@pytest.mark.parametrize(("option", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")])
+def test_a_splade_model_of_another_rule_is_refused(
+    sparse: tuple[SparseEncoder, str], tmp_path: Path, option: str, value: str
+) -> None:
+    shutil.copytree(sparse[1], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "1_SpladePooling" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), option: value}))
+    with pytest.raises(ValueError, match=rf"takes SPLADE models with {option}=.* has '{value}'"):
+        build(str(tmp_path), **SPLADE)
+    assert build(str(tmp_path)).get_embedding_dimension() == 20, "as a starting point for training it will do"
+
+
+def test_a_router_is_refused(sparse: tuple[SparseEncoder, str], tmp_path: Path) -> None:
+    """Inference-free SPLADE models: a table for queries, an encoder for documents."""
+    shutil.copytree(sparse[1], tmp_path, dirs_exist_ok=True)
+    entries = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.router.Router"}]
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="has a Router, with one encoder for queries and another for documents"):
+        build(str(tmp_path), **SPLADE)
+
+
+# Tokenizers
+
+
+def test_a_folder_without_tokenizer_is_refused(tiny_bert: str, tmp_path: Path) -> None:
+    """transformers make a tokenizer of special tokens there, to which all words are unknown."""
+    shutil.copytree(tiny_bert, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ValueError, match=r"has no tokenizer with words in it \(5 entries, all special\)"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize("pooling", ["mlm", "tokens", "cls"])
+def test_a_tokenizer_with_more_entries_than_embeddings_is_refused(tmp_path: Path, pooling: str) -> None:
+    folder, _ = conftest.save_backbone(tmp_path, vocab_size=V - 1)
+    with pytest.raises(ValueError, match=rf"has {V} entries, but the model embeds only {V - 1}; .*resize_token"):
+        build(folder, pooling=pooling)
+
+
+def test_a_decoder_wider_than_the_tokenizer_keeps_its_width(tmp_path: Path) -> None:
+    """Vocabularies are padded to round sizes: 30,528 rows for 30,522 entries."""
+    folder, _ = conftest.save_backbone(tmp_path, vocab_size=160)
+    model = build(folder)
+    assert model[2].vocab_size == 160
+    assert model.encode(TEXTS, output_value=None)[0]["lexical_weights"].shape == (160,)
+
+
+def test_a_tokenizer_that_pads_left_gives_the_same_vectors(tiny_bert: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "left"}))
+    for pooling in ("mlm", "tokens", "cls", "mean", "mean+cls"):
+        model = build(str(tmp_path), pooling=pooling)
+        assert model.preprocess(TEXTS)["attention_mask"][1, 0] == 0
+        assert abs(model.encode(TEXTS) - build(tiny_bert, pooling=pooling).encode(TEXTS)).max() < 1e-5
