@@ -67,11 +67,9 @@ def main() -> None:
     for arm, row in rows.items():
         values = [row[name] for name in names]
         print(f"{arm:28}" + "".join(f"{value:12.3f}" for value in [*values, sum(values) / len(values)]))
-    print(
-        json.dumps(
-            {"figures": rows, "training_seconds": seconds, "settings": {**vars(args), "output": ""}}, default=str
-        )
-    )
+    settings = {name: getattr(args, name) for name in ("steps", "batch_size", "train_length", "search_length", "seed")}
+    settings |= {"model": Path(args.model).name, "pairs": [Path(path).name for path in args.pairs]}
+    print(json.dumps({"nDCG@10": rows, "training_seconds": seconds, "settings": settings}))
 
 
 def figures(args: argparse.Namespace, name: str, model: Any) -> dict[str, float]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,43 +25,43 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--split", default="test")
     parser.add_argument("--length", type=int, help="documents, tokens (default: the model's)")
+    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16"), default=["bfloat16", "float16"])
+    parser.add_argument("--limit", type=int, help="first N documents only: vectors, without nDCG@10")
     args = parser.parse_args()
 
     texts = read_queries(args.data)
     qrels = read_qrels(args.data, args.split, texts)
     queries = {key: texts[key] for key in qrels}
-    corpus = dict(read_corpus(args.data))
-    rows = []
+    corpus = dict(islice(read_corpus(args.data), args.limit))
+    rows: list[dict[str, Any]] = []
     exact = None
-    for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        model = load_aggretriever(args.model)
+    for name in ("float32", *args.dtypes):
+        model = load_aggretriever(args.model).to(getattr(torch, name))
         if args.length:
             model.max_seq_length = args.length
-        if dtype is not None:
-            model.to(dtype)
         cls_dim = next((module.cls_dim for module in model if hasattr(module, "cls_dim")), 0)
-        encoded_queries = model.encode_query(list(queries.values()), show_progress_bar=False)
-        documents = model.encode_document(list(corpus.values()), show_progress_bar=True)
-        hits = search(encoded_queries, [(list(corpus), documents)], 101)
-        run = {
-            query: rank(dict(zip(ids, scores, strict=True)), 100, without=query)
-            for query, ids, scores in zip(queries, hits.ids.tolist(), hits.scores.tolist(), strict=True)
-        }
-        row = {"dtype": name, "nDCG@10": mean_figures(evaluate_run(qrels, run, top_k=100))["nDCG@10"]}
-        if exact is None:
-            exact = documents
+        documents = model.encode_document(list(corpus.values()), show_progress_bar=None)
+        exact = documents if exact is None else exact
         cosine = (exact * documents).sum(1) / np.linalg.norm(exact, axis=1) / np.linalg.norm(documents, axis=1)
-        row |= {
-            "finite": bool(np.isfinite(documents).all()),
-            "mean cosine": cosine.mean(),
-            "least cosine": cosine.min(),
-        }
-        row["flipped signs"] = (np.signbit(exact) != np.signbit(documents))[:, cls_dim:].mean()
-        rows.append({key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()})
-    print("  ".join(f"{key:>13}" for key in rows[0]))
-    for row in rows:
-        print("  ".join(f"{value:13.6f}" if isinstance(value, float) else f"{value!s:>13}" for value in row.values()))
-    print(json.dumps({"rows": rows, "torch": torch.__version__}))
+        flipped = (np.signbit(exact) != np.signbit(documents))[:, cls_dim:]
+        row = {"dtype": name, "finite": bool(np.isfinite(documents).all())}
+        row |= {"mean cosine": float(cosine.mean()), "least cosine": float(cosine.min())}
+        row["flipped signs"] = float(flipped.mean())
+        if args.limit is None:
+            hits = search(model.encode_query(list(queries.values())), [(list(corpus), documents)], 101)
+            run = {
+                query: rank(dict(zip(ids, scores, strict=True)), 100, without=query)
+                for query, ids, scores in zip(queries, hits.ids.tolist(), hits.scores.tolist(), strict=True)
+            }
+            row["nDCG@10"] = mean_figures(evaluate_run(qrels, run, top_k=100))["nDCG@10"]
+        if not rows:
+            print("  ".join(f"{key:>13}" for key in row))
+        print(
+            "  ".join(f"{value:13.6f}" if isinstance(value, float) else f"{value!s:>13}" for value in row.values()),
+            flush=True,
+        )
+        rows.append(row)
+    print(json.dumps({"rows": rows, "documents": len(corpus), "torch": torch.__version__}))
 
 
 if __name__ == "__main__":

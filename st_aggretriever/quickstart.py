@@ -98,7 +98,7 @@ def quickstart(
             )
             encoder = train(config)
         else:
-            encoder = build_aggretriever(backbone, seed=seed, **options)
+            encoder = build_aggretriever(backbone, seed=seed, **options).float()
         rows[arm.name] = _evaluated(encoder, folder, home, key)
     yield ""
     yield from _table(rows)
