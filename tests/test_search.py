@@ -150,6 +150,20 @@ def test_large_finite_vectors_are_data_and_overflow_is_an_error(backend: str) ->
     assert search(ONE, [(["a"], large)], 1, backend=backend).ids.tolist() == [["a"]]
     with pytest.raises(ValueError, match="beyond float32"):
         search(large, [(["a", "b"], floats([[3e30, 0], [1, 0]]))], 1, backend=backend)
+    with pytest.raises(ValueError, match="beyond float32"):  # also once only the running k-th score is looked at
+        search(large, [(["a"], ONE), (["b"], large)], 1, backend=backend)
+
+
+def test_torch_selects_the_same_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    vectors, queries = floats(rng.integers(-2, 3, (90, 3))), floats(rng.integers(-2, 3, (6, 3)))
+    ids = [str(number) for number in range(90)]
+    expected = search(queries, split(ids, vectors, 90), 5, backend="torch")
+    for tile in (1, 4, 7, 50):
+        monkeypatch.setattr("st_aggretriever.search.TORCH_TILE", tile)
+        found = search(queries, split(ids, vectors, 30), 5, backend="torch")
+        assert found.ids.tolist() == expected.ids.tolist()
+        assert found.scores.tolist() == expected.scores.tolist()
 
 
 def test_strided_vectors_are_read_as_they_stand() -> None:
@@ -206,9 +220,9 @@ def test_torch_products_stay_float32_and_the_setting_comes_back(monkeypatch: pyt
     seen = []
     topk = torch.Tensor.topk
 
-    def record(tensor: torch.Tensor, k: int) -> Any:
+    def record(tensor: torch.Tensor, k: int, **options: Any) -> Any:
         seen.append((torch.get_float32_matmul_precision(), tensor.dtype))
-        return topk(tensor, k)
+        return topk(tensor, k, **options)
 
     monkeypatch.setattr(torch.Tensor, "topk", record)
     before = torch.get_float32_matmul_precision()

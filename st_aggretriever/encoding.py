@@ -1,0 +1,314 @@
+"""Texts to vectors by any SentenceTransformer, in memory or on disk, with what made them: lengths, prompts, hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from st_aggretriever.search import check_vectors
+from st_aggretriever.vectors import VectorFolder, VectorWriter, check_dtype, check_output
+
+logger = logging.getLogger(__name__)
+
+# Texts go to the model this many batches at a time: enough for it to sort them by length, few enough that the progress
+# bar moves.
+BATCHES_AT_ONCE = 32
+# The names under which sentence-transformers looks for the prompt of a side, in its order.
+PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+
+
+class Encoder:
+    """Texts to float32 vectors, with cosine models normalised and others left as they are.
+
+    Args:
+        model: A SentenceTransformer, or whatever has its ``encode_query`` and ``encode_document``.
+        batch_size: Texts a batch.
+
+    Attributes:
+        seconds: Spent on documents so far.
+        truncated: Texts of each side so far that were longer than the model's length, None where its tokenizer or
+            length can't be found.
+
+    Raises:
+        ValueError: The model's similarity is neither dot nor cosine.
+    """
+
+    def __init__(self, model: Any, batch_size: int) -> None:
+        similarity = getattr(model, "similarity_fn_name", None) or "dot"
+        similarity = str(getattr(similarity, "value", similarity))
+        if similarity not in ("dot", "cosine"):
+            raise ValueError(f"Encoder: the model's similarity must be dot or cosine, got {similarity}.")
+        self.model = model
+        self.similarity = similarity
+        self.options = {
+            "batch_size": batch_size,
+            "show_progress_bar": False,
+            "convert_to_numpy": True,
+            "normalize_embeddings": similarity == "cosine",
+        }
+        self.texts_at_once = BATCHES_AT_ONCE * batch_size
+        self.seconds = 0.0
+        self.truncated: dict[str, int | None] = {
+            side: None if length_limit(model, side) is None else 0 for side in PROMPT_NAMES
+        }
+
+    @property
+    def rule(self) -> str:
+        if self.similarity == "cosine":
+            return "score: cosine, the model's similarity (inner product of vectors normalised to length 1)"
+        return "score: inner product of the vectors as the model gives them"
+
+    def encode(self, texts: Sequence[str], side: str) -> np.ndarray:
+        """(n, dim) float32 of at most ``texts_at_once`` texts; ``side`` is ``"query"`` or ``"document"``."""
+        cut = count_truncated(self.model, texts, side)
+        if cut is not None:
+            self.truncated[side] = (self.truncated[side] or 0) + cut
+        encode = self.model.encode_query if side == "query" else self.model.encode_document
+        return np.asarray(encode(list(texts), **self.options), dtype=np.float32)
+
+    def manifest(self, side: str, dimension: int, name: str) -> dict[str, Any]:
+        """What vectors of this side are made by, as :class:`st_aggretriever.vectors.VectorFolder` keeps it."""
+        return {
+            "side": side,
+            "model": name,
+            "model_hash": model_hash(self.model),
+            "dimension": dimension,
+            "parts": vector_parts(self.model, dimension),
+            "similarity": self.similarity,
+            "length": length_limit(self.model, side),
+            "prompt": prompt_of(self.model, side),
+        }
+
+    def queries(self, queries: Mapping[str, str]) -> np.ndarray:
+        """(Q, dim) float32, checked here, where a bad one still has a name."""
+        texts = list(queries.values())
+        parts = [
+            self.encode(texts[start : start + self.texts_at_once], "query")
+            for start in range(0, len(texts), self.texts_at_once)
+        ]
+        return check_vectors(list(queries), np.concatenate(parts), "query")
+
+    def blocks(
+        self, corpus: Iterable[tuple[str, str]], total: int, block_size: int
+    ) -> Iterator[tuple[list[str], np.ndarray]]:
+        """Stream ``(ids, (n, dim) float32)`` of ``block_size`` documents, under one progress bar over all."""
+        documents = iter(corpus)
+        with tqdm(total=total, desc="documents", unit="doc", disable=None) as bar:
+            while block := list(islice(documents, block_size)):
+                started = time.perf_counter()
+                vectors = self.block([text for _, text in block], "document", bar)
+                self.seconds += time.perf_counter() - started
+                yield [key for key, _ in block], vectors
+
+    def block(self, texts: Sequence[str], side: str, bar: tqdm) -> np.ndarray:
+        """(n, dim) float32 of any number of texts; moves the bar."""
+        parts = []
+        for start in range(0, len(texts), self.texts_at_once):
+            parts.append(self.encode(texts[start : start + self.texts_at_once], side))
+            bar.update(len(parts[-1]))
+        return np.concatenate(parts)
+
+    def settings(self, dimension: int) -> dict[str, Any]:
+        """Lengths and prompts of the model, as far as it has them (None otherwise)."""
+        first = first_module(self.model)
+        return {
+            "dimension": dimension,
+            "similarity": self.similarity,
+            "query_length": getattr(first, "query_length", None),
+            "document_length": getattr(first, "document_length", None),
+            "max_seq_length": getattr(self.model, "max_seq_length", None),
+            "prompts": getattr(self.model, "prompts", None),
+            "default_prompt_name": getattr(self.model, "default_prompt_name", None),
+        }
+
+
+class Source(NamedTuple):
+    """Texts that can be streamed more than once, with a name for the manifest."""
+
+    name: str
+    stream: Callable[[], Iterable[tuple[str, str]]]  # -> (id, text), ids unique
+
+
+def encode_to_disk(
+    model: Any,
+    source: Source,
+    output: str | Path,
+    *,
+    side: str = "document",
+    dtype: str = "float32",
+    batch_size: int = 32,
+    block_size: int = 20_000,
+    model_name: str = "unnamed",
+) -> VectorFolder:
+    """Encode texts into a folder of vectors; called again after an interruption, it goes on with the next block.
+
+    All texts are read once before the first is encoded, so that a bad line is found and the corpus is known by its
+    checksum. Memory holds one block and the ids.
+
+    Args:
+        model: As for :class:`Encoder`.
+        source: The texts.
+        output: Folder to write; until it is complete it is called ``OUTPUT.partial``.
+        side: ``"document"`` or ``"query"``.
+        dtype: ``"float32"`` or ``"float16"``, of the numbers on disk.
+        batch_size: Texts a batch.
+        block_size: Texts a block; what an interruption can lose.
+        model_name: How the manifest names the model.
+
+    Raises:
+        FileExistsError: The folder exists.
+        ValueError: A bad option or line, no text, a vector that isn't finite or beyond float16, or what lies in
+            ``OUTPUT.partial`` was begun with another model, setting or source.
+    """
+    if side not in PROMPT_NAMES:
+        raise ValueError(f"encode_to_disk: side must be one of {', '.join(PROMPT_NAMES)}, got {side!r}.")
+    for name, value in (("batch_size", batch_size), ("block_size", block_size)):
+        if value < 1:
+            raise ValueError(f"encode_to_disk: {name} must be at least 1, got {value}.")
+    check_dtype(dtype)
+    check_output(output)
+    encoder = Encoder(model, batch_size)
+    count, sha256 = _scan(source)
+    dimension = encoder.encode(["dimension"], side).shape[1]
+    manifest = {
+        **encoder.manifest(side, dimension, model_name),
+        "block_size": block_size,
+        "source": source.name,
+        "source_sha256": sha256,
+    }
+    writer = VectorWriter(output, manifest, dtype=dtype)
+    texts = iter(source.stream())
+    number = 0
+    with tqdm(total=count, desc="texts", unit="text", disable=None) as bar:
+        while block := list(islice(texts, block_size)):
+            if writer.has(number):
+                bar.update(len(block))
+            else:
+                _encode_block(encoder, writer, number, block, bar)
+            number += 1
+    writer.finish(number)
+    return VectorFolder(output)
+
+
+def _encode_block(encoder: Encoder, writer: VectorWriter, number: int, block: list[tuple[str, str]], bar: tqdm) -> None:
+    side = writer.manifest["side"]
+    before = encoder.truncated[side] or 0
+    ids = [key for key, _ in block]
+    vectors = check_vectors(ids, encoder.block([text for _, text in block], side, bar), side)
+    after = encoder.truncated[side]
+    writer.write(number, ids, vectors, truncated=None if after is None else after - before)
+
+
+def _scan(source: Source) -> tuple[int, str]:
+    """How many texts there are, and the SHA-256 of all ids and texts."""
+    digest = hashlib.sha256()
+    count = 0
+    for record in source.stream():
+        digest.update(json.dumps(record).encode())
+        count += 1
+    if not count:
+        raise ValueError(f"{source.name} holds no text.")
+    return count, digest.hexdigest()
+
+
+def first_module(model: Any) -> Any:
+    """The module that takes the texts, None where the model isn't a sequence of modules."""
+    try:
+        return model[0]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def length_limit(model: Any, side: str) -> int | None:
+    """Tokens, special ones included, after which the model cuts a text of this side; None if unknown."""
+    if not callable(getattr(model, "tokenizer", None)):
+        return None
+    limit = getattr(first_module(model), f"{side}_length", None) or getattr(model, "max_seq_length", None)
+    return int(limit) if limit else None
+
+
+def prompt_of(model: Any, side: str) -> str:
+    """The text that ``encode_query`` or ``encode_document`` puts before each text."""
+    prompts = getattr(model, "prompts", None) or {}
+    name = next((name for name in PROMPT_NAMES[side] if name in prompts), getattr(model, "default_prompt_name", None))
+    return prompts.get(name) or ""
+
+
+def count_truncated(model: Any, texts: Sequence[str], side: str, *, prompt: str | None = None) -> int | None:
+    """How many texts are longer, with prompt and special tokens, than what the model reads; None if that is unknown.
+
+    Args:
+        prompt: The text put before each; None takes the model's own of this side.
+    """
+    limit = length_limit(model, side)
+    if limit is None:
+        return None
+    if prompt is None:
+        prompt = prompt_of(model, side)
+    tokens = model.tokenizer(
+        [prompt + text for text in texts],
+        truncation=False,
+        padding=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no warning about texts beyond the positions: these are counted, not encoded
+    )["input_ids"]
+    return sum(len(row) > limit for row in tokens)
+
+
+def model_hash(model: Any) -> str | None:
+    """SHA-256 of what makes a model's vectors: modules with their settings, weights, tokenizer, prompts, truncate_dim.
+
+    Equal for equal models on any device and under any name; None for an object that isn't a torch module.
+    """
+    if not hasattr(model, "state_dict"):
+        return None
+    digest = hashlib.sha256()
+    for module in getattr(model, "_modules", {}).values():
+        settings: dict[str, Any] = getattr(module, "get_config_dict", dict)()
+        digest.update(json.dumps([type(module).__name__, settings], sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes_of(tensor))
+    backend = getattr(getattr(model, "tokenizer", None), "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding change with every call; the lengths stand in the modules' settings.
+        parts = {
+            key: value for key, value in json.loads(backend.to_str()).items() if key not in ("truncation", "padding")
+        }
+        digest.update(json.dumps(parts, sort_keys=True).encode())
+    prompts = [prompt_of(model, side) for side in PROMPT_NAMES]
+    digest.update(json.dumps([prompts, getattr(model, "truncate_dim", None)]).encode())
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def vector_parts(model: Any, dimension: int) -> list[list[Any]]:
+    """What a vector is made of, in order: ``[[name, width], ...]``; one nameless part for other models.
+
+    >>> vector_parts(object(), 384)
+    [['embedding', 384]]
+    """
+    try:
+        last = model[-1]
+    except (TypeError, KeyError, IndexError):
+        last = None
+    keys, dims = getattr(last, "keys", None), getattr(last, "dims", None)
+    if isinstance(keys, list) and isinstance(dims, list) and sum(dims) == dimension:
+        return [[key, dim] for key, dim in zip(keys, dims, strict=True)]
+    return [["embedding", dimension]]

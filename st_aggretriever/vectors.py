@@ -1,0 +1,318 @@
+"""Vectors and ids on disk: blocks that are whole or absent, and a manifest that says what made them.
+
+A folder holds ``manifest.json`` and, for each block, ``block-00000.npy`` ((n, dim) float32 or float16) beside
+``block-00000.json`` (its ids, its checksum, how many of its texts were cut). A block counts once its JSON file, which
+is written last, is there. Until all are there the folder is called ``NAME.partial``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from st_aggretriever.atomic import replacing
+
+T = TypeVar("T")
+
+FORMAT = "st_aggretriever vectors, 1"
+DTYPES = ("float32", "float16")
+READ_BYTES = 320 * 2**20  # a search of a piece costs a selection, so large pieces are faster: 100,000 of 768 dimensions
+# What queries and documents must share to be compared, and how a refusal calls it.
+SHARED = {
+    "model_hash": "model",
+    "parts": "order of parts",
+    "dimension": "dimension",
+    "similarity": "similarity",
+}
+
+
+class VectorWriter:
+    """Writes blocks into ``NAME.partial`` and gives the folder its name at the end; goes on where a run was stopped.
+
+    Args:
+        folder: The final name; it must not exist.
+        manifest: What made the vectors, plain JSON values. A started folder must have the same.
+        dtype: ``"float32"`` or ``"float16"``, of the numbers on disk.
+
+    Raises:
+        ValueError: An unknown dtype, or the started folder has another manifest; the sentence names what differs.
+        FileExistsError: The folder exists.
+        FileNotFoundError: The folder that shall hold it doesn't.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Mapping[str, Any], *, dtype: str = "float32") -> None:
+        check_dtype(dtype)
+        self.folder = Path(folder)
+        check_output(self.folder)
+        self.partial = partial_of(self.folder)
+        self.manifest = {"format": FORMAT, "dtype": dtype, **json.loads(json.dumps(manifest))}
+        self.dtype = dtype
+        if (self.partial / "manifest.json").exists():
+            self._check_started()
+        else:
+            self.partial.mkdir(exist_ok=True)
+            self._write_manifest(self.manifest)
+
+    def _check_started(self) -> None:
+        started = read_manifest(self.partial)
+        started = {key: value for key, value in started.items() if key not in ("rows", "blocks", "truncated")}
+        keys = [key for key in {**started, **self.manifest} if started.get(key) != self.manifest.get(key)]
+        if keys:
+            before, now = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys)
+                           for values in (started, self.manifest))  # fmt: skip
+            raise ValueError(
+                f"{self.partial} was begun with {before}; now it is {now}. Name another output, or remove it."
+            )
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        with replacing(self.partial / "manifest.json") as file:
+            file.write(json.dumps(manifest, indent=2) + "\n")
+
+    def has(self, number: int) -> bool:
+        """Whether block ``number`` is complete."""
+        return _record_path(self.partial, number).exists()
+
+    def write(self, number: int, ids: Sequence[str], vectors: np.ndarray, *, truncated: int | None = None) -> None:
+        """Write one block.
+
+        Args:
+            number: From 0, without gaps once all are written.
+            ids: n strings.
+            vectors: (n, dim) float32.
+            truncated: How many of the n texts were cut, None where that is unknown.
+
+        Raises:
+            ValueError: A number beyond float16, named by its id.
+        """
+        stored = to_dtype(ids, vectors, self.dtype)
+        with replacing(_vectors_path(self.partial, number), "wb") as file:
+            np.save(file, stored, allow_pickle=False)
+        record = {"ids": list(ids), "sha256": hashlib.sha256(stored.data).hexdigest(), "truncated": truncated}
+        with replacing(_record_path(self.partial, number)) as file:
+            json.dump(record, file, ensure_ascii=False)
+
+    def finish(self, blocks: int) -> dict[str, Any]:
+        """Complete the manifest and give the folder its name; returns the manifest.
+
+        Raises:
+            ValueError: One of the ``blocks`` is missing.
+        """
+        rows, truncated = 0, []
+        for number in range(blocks):
+            record = _read_record(self.partial, number)
+            rows += len(record["ids"])
+            truncated.append(record["truncated"])
+        cut = None if None in truncated else sum(truncated)
+        complete = {**self.manifest, "rows": rows, "blocks": blocks, "truncated": cut}
+        self._write_manifest(complete)
+        self.partial.rename(self.folder)
+        return complete
+
+
+class VectorFolder:
+    """A finished folder of vectors, read block by block.
+
+    Raises:
+        FileNotFoundError: No such folder, or it isn't finished.
+        ValueError: It holds no vectors of this format.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "manifest.json").is_file():
+            if (partial_of(self.folder) / "manifest.json").is_file():
+                raise FileNotFoundError(
+                    f"{partial_of(self.folder)} is an unfinished encoding: run the same encode command again."
+                )
+            raise FileNotFoundError(f"{self.folder} is no folder of vectors: it has no manifest.json.")
+        self.manifest = read_manifest(self.folder)
+        if "blocks" not in self.manifest:
+            raise FileNotFoundError(f"{self.folder} is an unfinished encoding: run the same encode command again.")
+        self.rows: int = self.manifest["rows"]
+        self.dimension: int = self.manifest["dimension"]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the vectors on disk."""
+        return self.rows * self.dimension * np.dtype(self.manifest["dtype"]).itemsize
+
+    def read(self, number: int) -> tuple[list[str], np.ndarray]:
+        """Ids and vectors (n, dim) of a block, in the dtype on disk.
+
+        Raises:
+            ValueError: The block isn't what the manifest says, for instance cut off; the sentence names the file.
+            FileNotFoundError: It is missing.
+        """
+        ids = _read_record(self.folder, number)["ids"]
+        path = _vectors_path(self.folder, number)
+        try:
+            vectors = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is broken ({error}). Encode again.") from None
+        expected = (np.dtype(self.manifest["dtype"]), (len(ids), self.dimension))
+        if (vectors.dtype, vectors.shape) != expected:
+            raise ValueError(
+                f"{path} holds {vectors.dtype} {vectors.shape}, expected {expected[0]} {expected[1]}. Encode again."
+            )
+        return ids, vectors
+
+    def blocks(
+        self, dtype: str | None = None, *, read_bytes: int = READ_BYTES
+    ) -> Iterator[tuple[list[str], np.ndarray]]:
+        """Stream ``(n ids, (n, dim) float32)``; the next piece is read meanwhile, so two are in memory.
+
+        Args:
+            dtype: ``"float16"`` rounds the numbers to half precision on the way, as an index of that dtype would
+                hold them; None takes them as stored.
+            read_bytes: How much to join to one piece; a block on disk at least.
+        """
+        at_once = max(1, read_bytes // max(1, self.manifest["block_size"] * self.dimension * 4))
+        count = self.manifest["blocks"]
+        groups = (range(start, min(start + at_once, count)) for start in range(0, count, at_once))
+        yield from _ahead(self._join(group, dtype) for group in groups)
+
+    def _join(self, numbers: range, dtype: str | None) -> tuple[list[str], np.ndarray]:
+        rows = [len(_read_record(self.folder, number)["ids"]) for number in numbers]
+        joined = np.empty((sum(rows), self.dimension), np.float32)
+        ids: list[str] = []
+        for number in numbers:
+            block_ids, vectors = self.read(number)
+            rounded = vectors if dtype is None else to_dtype(block_ids, vectors, dtype)
+            joined[len(ids) : len(ids) + len(vectors)] = rounded
+            ids += block_ids
+        return ids, joined
+
+    def load(self) -> tuple[list[str], np.ndarray]:
+        """All ids and vectors, (rows, dim) float32, in memory."""
+        ids: list[str] = []
+        vectors = np.empty((self.rows, self.dimension), np.float32)
+        for block_ids, block in self.blocks():
+            vectors[len(ids) : len(ids) + len(block)] = block
+            ids += block_ids
+        return ids, vectors
+
+
+def check_comparable(queries: Mapping[str, Any], documents: Mapping[str, Any]) -> None:
+    """Refuse query vectors that can't be compared with the document vectors, by their manifests.
+
+    Raises:
+        ValueError: Another model, order of parts, dimension or similarity; or sides that aren't query and document.
+    """
+    for manifest, side in ((queries, "query"), (documents, "document")):
+        if manifest["side"] != side:
+            raise ValueError(f"expected vectors of the side {side!r}, got {manifest['side']!r} by {manifest['model']}.")
+    # An object without weights to hash is known by its name alone.
+    hashed = queries["model_hash"] is not None and documents["model_hash"] is not None
+    for key, name in (SHARED if hashed else {"model": "model", **SHARED}).items():
+        if queries[key] != documents[key]:
+            ours, theirs = (
+                f"{manifest['model']} ({_shown(manifest[key])})" if key == "model_hash" else _shown(manifest[key])
+                for manifest in (queries, documents)
+            )
+            raise ValueError(
+                f"the queries' {name} is {ours}, the documents' is {theirs}. Encode both by one model and setting."
+            )
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError for a dtype that isn't in ``DTYPES``."""
+    if dtype not in DTYPES:
+        raise ValueError(f"vectors: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+
+
+def check_output(folder: str | Path) -> None:
+    """Refuse a folder that exists, or whose own folder doesn't.
+
+    Raises:
+        FileExistsError, FileNotFoundError.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists. Name another output.")
+    if not folder.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder of {folder} does not exist. Make it first.")
+
+
+def partial_of(folder: str | Path) -> Path:
+    """Where the blocks lie until the folder is complete."""
+    folder = Path(folder)
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder, finished or not.
+
+    Raises:
+        ValueError: Broken JSON, or another format.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}).") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ValueError(f"{path} is not of the format {FORMAT!r}, but {found!r}.")
+    return manifest
+
+
+def to_dtype(ids: Sequence[str], vectors: np.ndarray, dtype: str) -> np.ndarray:
+    """``vectors`` as float32 or rounded to float16, in one piece of memory.
+
+    Raises:
+        ValueError: An unknown dtype, or a number that float16 can't hold (beyond 65,504), named by its id.
+    """
+    check_dtype(dtype)
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(vectors, dtype=dtype)
+    if dtype == "float16" and vectors.dtype != np.float16:
+        bad = np.flatnonzero(np.isinf(converted).any(axis=1))
+        if len(bad):
+            raise ValueError(f"the vector of {ids[bad[0]]!r} holds numbers beyond float16 (65,504). Use float32.")
+    return converted
+
+
+def _vectors_path(folder: Path, number: int) -> Path:
+    return folder / f"block-{number:05d}.npy"
+
+
+def _record_path(folder: Path, number: int) -> Path:
+    return folder / f"block-{number:05d}.json"
+
+
+def _read_record(folder: Path, number: int) -> dict[str, Any]:
+    path = _record_path(folder, number)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing. Encode again.")
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}). Encode again.") from None
+    return record
+
+
+def _shown(value: Any) -> str:
+    """A manifest's value in a sentence: hashes short, parts in a line."""
+    if isinstance(value, str) and len(value) == 64:
+        return value[:12]
+    if isinstance(value, list):
+        return " ; ".join(f"{name} {width}" for name, width in value)
+    return str(value)
+
+
+def _ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same items; the next one is made in a thread while the caller works on the one before."""
+    iterator = iter(items)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        end = object()
+        waiting = pool.submit(next, iterator, end)
+        while (item := waiting.result()) is not end:
+            waiting = pool.submit(next, iterator, end)
+            yield item  # type: ignore[misc]
+            del item  # or a third block would be in memory
