@@ -230,6 +230,7 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     _add_beir(benchmarks)
     _add_mteb(benchmarks)
     _add_msmarco(benchmarks)
+    _add_qa(benchmarks)
     _add_compare(benchmarks)
     _add_overlap(benchmarks)
 
@@ -378,6 +379,54 @@ def _evaluate_msmarco(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         run=args.run,
         run_format=args.format,
+        output=args.output,
+        overwrite=args.overwrite,
+        backend=args.backend,
+        model_name=args.model,
+    )
+    print(format_result(result))
+    for what, path in (("run", args.run), ("figures", args.output)):
+        if path:
+            print(f"{what} written to {path}")
+
+
+def _add_qa(benchmarks: argparse._SubParsersAction) -> None:
+    qa = benchmarks.add_parser(
+        "qa",
+        help="open-domain question answering",
+        description="Hit accuracy at 5, 20 and 100 on DPR's Wikipedia passages: NQ, TriviaQA, WebQuestions, SQuAD and "
+        "EntityQuestions by token match, CuratedTREC by --match regex.",
+    )
+    qa.add_argument("--model", required=True, metavar="M", help="folder or Hub id; or bm25")
+    qa.add_argument("--passages", required=True, metavar="FILE", help="psgs_w100.tsv, id<tab>text<tab>title")
+    qa.add_argument(
+        "--questions", required=True, metavar="FILE", help="DPR's question<tab>answers, or JSON (EntityQuestions)"
+    )
+    qa.add_argument("--match", choices=("string", "regex"), default="string", help="(default: %(default)s)")
+    qa.add_argument("--run", metavar="FILE", help="write the run here, in TREC format")
+    qa.add_argument("--output", metavar="FILE", help="write figures, rules, counts and versions here, as JSON")
+    qa.add_argument("--overwrite", action="store_true", help="replace the files of --run and --output")
+    qa.add_argument("--top-k", type=int, default=100, metavar="K", help="(default: %(default)s)")
+    qa.add_argument("--batch-size", type=int, default=32, metavar="N", help="texts a batch (default: %(default)s)")
+    qa.add_argument("--backend", choices=("auto", "faiss", "torch"), default="auto", help="(default: %(default)s)")
+    qa.add_argument("--device", help="where the model runs, for instance cpu or cuda:0 (default: a GPU if any)")
+    qa.add_argument("--trust-remote-code", action="store_true", help="run the model's own code if it needs to")
+    qa.set_defaults(function=_evaluate_qa)
+
+
+def _evaluate_qa(args: argparse.Namespace) -> None:
+    from st_aggretriever.evaluation.beir import check_outputs, format_result
+    from st_aggretriever.evaluation.qa import evaluate_qa
+
+    check_outputs(args.run, args.output, args.overwrite)  # before the model loads
+    result = evaluate_qa(
+        None if args.model == "bm25" else _load_model(args.model, args.device, args.trust_remote_code),
+        args.passages,
+        args.questions,
+        match=args.match,
+        top_k=args.top_k,
+        batch_size=args.batch_size,
+        run=args.run,
         output=args.output,
         overwrite=args.overwrite,
         backend=args.backend,

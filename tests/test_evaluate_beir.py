@@ -1,5 +1,6 @@
 """Evaluation on a BEIR folder: figures by hand, run and result files, rules, refusals, the command."""
 
+import hashlib
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 from st_aggretriever import build_aggretriever
 from st_aggretriever.cli import main
+from st_aggretriever.encoding import model_hash
 from st_aggretriever.evaluation.beir import evaluate_beir, format_result
 
 pytest.importorskip("pytrec_eval")
@@ -99,6 +101,7 @@ def test_figures_run_and_result_by_hand(data: Path, tmp_path: Path, block_size: 
     assert result["counts"] == {
         "queries": 2, "documents": 4, "dangling_qrels": 0, "queries_without_relevant": 0,
         "dropped_identical_ids": 0, "dropped_though_relevant": 0,
+        "truncated_queries": None, "truncated_documents": None,
     }  # fmt: skip
     assert (result["model"], result["encoding"]["dimension"], result["date"][-6:]) == ("counter", 4, "+00:00")
     versions = result["versions"]
@@ -110,6 +113,7 @@ def test_figures_run_and_result_by_hand(data: Path, tmp_path: Path, block_size: 
         "faiss",
         "pytrec_eval",
         "bm25s",
+        "mteb",
     }
     table = format_result(result)
     assert f"{FIGURES['nDCG@10']:.4f}" in table
@@ -191,11 +195,11 @@ def test_failure_leaves_no_file(data: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match="document '10' is not finite"):
         evaluate_beir(Broken(), data, run=tmp_path / "run", output=tmp_path / "json")
 
-    def half(rankings: Any) -> Any:
+    def half(rankings: Any, format: str) -> Any:
         yield "half a run"
         raise OSError("no space left")
 
-    monkeypatch.setattr("st_aggretriever.evaluation.beir._trec_lines", half)
+    monkeypatch.setattr("st_aggretriever.evaluation.beir.run_lines", half)
     with pytest.raises(OSError, match="no space left"):
         evaluate_beir(Counter(), data, run=tmp_path / "run", output=tmp_path / "json")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
@@ -251,6 +255,13 @@ def test_command_prints_and_writes_the_figures(
     assert "documents" not in printed.err  # no progress bar where nobody watches
     assert result["encoding"]["similarity"] == similarity
     assert result["encoding"]["prompts"] == {"query": "", "document": ""}
+    # 3, "sea" 10,000 times, is longer than either model reads; every figure's origin stands beside it.
+    assert (result["counts"]["truncated_queries"], result["counts"]["truncated_documents"]) == (0, 1)
+    assert "truncated documents: 1" in printed.out
+    assert result["model_hash"] == model_hash(SentenceTransformer(models[name], device="cpu", trust_remote_code=True))
+    sums = {path: hashlib.sha256((odd / path).read_bytes()).hexdigest() for path in result["checksums"]}
+    assert result["checksums"] == sums
+    assert sorted(sums) == ["corpus.jsonl", "qrels/test.tsv", "queries.jsonl"]
     if name == "aggretriever":
         assert (result["encoding"]["query_length"], result["encoding"]["document_length"]) == (32, 128)
     assert len(run.read_text().splitlines()) == 2 * 4

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
-import numpy as np
-from tqdm import tqdm
-
+from st_aggretriever.atomic import replacing
+from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.evaluation.metrics import (
     Qrels,
     evaluate_run,
@@ -25,14 +21,12 @@ from st_aggretriever.evaluation.metrics import (
     metric_rules,
     rank,
 )
+from st_aggretriever.evaluation.runs import check_run_id, run_lines
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
-from st_aggretriever.search import Hits, check_vectors, pick_backend, search
+from st_aggretriever.readers.text import checksum, find_text
+from st_aggretriever.search import Hits, pick_backend, search
 
 logger = logging.getLogger(__name__)
-
-# Texts go to the model this many batches at a time: enough for it to sort them by length, few enough that the progress
-# bar moves.
-BATCHES_AT_ONCE = 32
 
 
 def evaluate_beir(
@@ -47,6 +41,7 @@ def evaluate_beir(
     output: str | Path | None = None,
     overwrite: bool = False,
     drop_identical_ids: bool = True,
+    exclude_overlap: str | Path | None = None,
     backend: str = "auto",
     model_name: str | None = None,
 ) -> dict[str, Any]:
@@ -67,6 +62,8 @@ def evaluate_beir(
         output: file for the result, as JSON.
         overwrite: replace these two files; otherwise an existing one is an error.
         drop_identical_ids: drop a document whose id is the query's, before the cut at ``top_k``.
+        exclude_overlap: file written by :func:`st_aggretriever.evaluation.overlap.find_overlap` for this data; the
+            result then holds ``without_overlap``, the figures without the queries that it calls affected.
         backend: see :func:`st_aggretriever.search.search`; it runs on the model's GPU if there is one.
         model_name: how the result names the model.
 
@@ -80,66 +77,157 @@ def evaluate_beir(
             where a run is to be written.
         ImportError: pytrec_eval or the wanted backend is missing.
     """
-    for name, value in (("top_k", top_k), ("batch_size", batch_size), ("block_size", block_size)):
+    check_before(model, run, output, overwrite, top_k=top_k, batch_size=batch_size, block_size=block_size)
+    collection = read_collection(data, split, ids_in_run=run is not None, exclude_overlap=exclude_overlap)
+    return evaluate_collection(
+        model,
+        collection,
+        top_k=top_k,
+        batch_size=batch_size,
+        block_size=block_size,
+        run=run,
+        output=output,
+        drop_identical_ids=drop_identical_ids,
+        backend=backend,
+        model_name=model_name,
+    )
+
+
+def check_before(
+    model: Any, run: str | Path | None, output: str | Path | None, overwrite: bool, **numbers: int
+) -> None:
+    """Refuse what can be refused before any file is read: numbers below 1, outputs, the model's similarity.
+
+    Raises:
+        As :func:`evaluate_beir`.
+    """
+    for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"evaluate_beir: {name} must be at least 1, got {value}.")
     check_outputs(run, output, overwrite)
     import_pytrec_eval()
+    Encoder(model, 1)
+
+
+def evaluate_collection(
+    model: Any,
+    collection: Collection,
+    *,
+    top_k: int,
+    batch_size: int,
+    block_size: int,
+    run: str | Path | None,
+    output: str | Path | None,
+    drop_identical_ids: bool,
+    backend: str,
+    model_name: str | None,
+    run_format: str = "trec",
+) -> dict[str, Any]:
+    """Encode, search and score a collection that was read and checked; see :func:`evaluate_beir` for the arguments."""
+    hits, how = find_hits(
+        model,
+        collection.queries,
+        (collection.corpus(), collection.counts["documents"]),
+        top_k + drop_identical_ids,  # one deeper, so that a dropped document leaves top_k
+        batch_size=batch_size,
+        block_size=block_size,
+        backend=backend,
+        model_name=model_name,
+    )
+    options: dict[str, Any] = {"top_k": top_k, "drop_identical_ids": drop_identical_ids}
+    options |= {"run": run, "output": output}
+    return score_hits(collection, hits, how, **options, run_format=run_format)
+
+
+def find_hits(
+    model: Any,
+    queries: Mapping[str, str],
+    corpus: tuple[Iterable[tuple[str, str]], int],
+    depth: int,
+    *,
+    batch_size: int,
+    block_size: int,
+    backend: str,
+    model_name: str | None,
+) -> tuple[Hits, dict[str, Any]]:
+    """Encode queries and documents and search.
+
+    Args:
+        queries: Q texts by id.
+        corpus: (id, text) of each document, and how many they are.
+        depth: Hits a query.
+
+    Returns:
+        (Q, min(depth, N)) hits, and how they came about, for :func:`score_hits`.
+    """
     device = str(getattr(model, "device", "cpu"))
     library, device = pick_backend(backend, device if device.startswith("cuda") else "cpu")
-    encoder = _Encoder(model, batch_size)
-
-    collection = read_collection(data, split, ids_in_run=run is not None)
-
+    encoder = Encoder(model, batch_size)
     started = time.perf_counter()
-    query_vectors = encoder.queries(collection.queries)
+    query_vectors = encoder.queries(queries)
     encoded = time.perf_counter()
-    hits = search(
-        query_vectors,
-        encoder.blocks(read_corpus(data), collection.counts["documents"], block_size),
-        top_k + drop_identical_ids,  # one deeper, so that a dropped document leaves top_k
-        backend=library,
-        device=device,
-    )
+    blocks = encoder.blocks(*corpus, block_size)
+    hits = search(query_vectors, blocks, depth, backend=library, device=device)
     searched = time.perf_counter()
-    how = {
+    return hits, {
         "model": model_name or str(getattr(getattr(model, "model_card_data", None), "base_model", None) or "unnamed"),
+        "model_hash": model_hash(model),
+        "truncated": encoder.truncated,
         "rules": [encoder.rule],
         "encoding": encoder.settings(query_vectors.shape[1]) | {"batch_size": batch_size},
-        "search": {"backend": library, "device": device, "top_k": top_k},
+        "search": {"backend": library, "device": device},
         "seconds": {
             "encode_queries": round(encoded - started, 3),
             "encode_documents": round(encoder.seconds, 3),
             "search": round(searched - encoded - encoder.seconds, 3),
         },
     }
-    return score_hits(collection, hits, how, top_k=top_k, drop_identical_ids=drop_identical_ids, run=run, output=output)
 
 
 class Collection(NamedTuple):
-    """One split of a BEIR folder, checked: its judged queries, their judgements, and counts."""
+    """One split of a BEIR folder, or of another benchmark, checked: judged queries, judgements, documents, counts."""
 
     data: str | Path
     split: str
     queries: dict[str, str]
     qrels: Qrels
+    corpus: Callable[[], Iterable[tuple[str, str]]]  # streams (id, text)
     counts: dict[str, int]
+    checksums: dict[str, str]  # file -> SHA-256 of its bytes as they lie there
+    exclude_overlap: str | None = None  # the file that names the affected queries
+    affected: frozenset[str] = frozenset()
+    benchmark: str = "beir"
+    relevance: int = 1  # the least grade of a relevant document
 
 
-def read_collection(data: str | Path, split: str, *, ids_in_run: bool) -> Collection:
+def read_collection(
+    data: str | Path, split: str, *, ids_in_run: bool, exclude_overlap: str | Path | None = None
+) -> Collection:
     """Read queries and judgements, and go through the whole corpus once, so that a bad line is found before the work.
 
     Args:
         ids_in_run: Whether ids will be written into a run file, which can't hold blanks.
+        exclude_overlap: File of ``evaluate overlap`` that names affected queries.
 
     Raises:
-        FileNotFoundError: A part of the folder is missing.
-        ValueError: A bad line, by file and number, or an id with blanks.
+        FileNotFoundError: A part of the folder, or that file, is missing.
+        ValueError: A bad line, by file and number, an id with blanks, or a file about other data.
     """
     texts = read_queries(data)
     qrels = read_qrels(data, split, texts)
     queries = {query: texts[query] for query in qrels}
-    return Collection(data, split, queries, qrels, _check_corpus(data, qrels, ids_in_run=ids_in_run))
+
+    def corpus() -> Iterable[tuple[str, str]]:
+        return read_corpus(data)
+
+    counts = check_corpus(data, corpus(), qrels, ids_in_run=ids_in_run)
+    collection = Collection(data, split, queries, qrels, corpus, counts, _checksums(Path(data), split))
+    if exclude_overlap is None:
+        return collection
+    from st_aggretriever.evaluation.overlap import excluded_queries  # which reads collections itself
+
+    affected = excluded_queries(exclude_overlap, split, collection.checksums)
+    return collection._replace(exclude_overlap=str(exclude_overlap), affected=frozenset(affected))
 
 
 def score_hits(
@@ -151,21 +239,25 @@ def score_hits(
     drop_identical_ids: bool,
     run: str | Path | None,
     output: str | Path | None,
+    run_format: str = "trec",
 ) -> dict[str, Any]:
     """Score what a search found, and write run and result where asked.
 
     Args:
         hits: of the collection's queries, in order; one deeper than ``top_k`` where identical ids are dropped.
-        how: what made them: ``model``, ``rules``, ``encoding``, ``search`` and ``seconds`` of the result.
+        how: what made them: ``model``, ``rules``, ``encoding``, ``search`` and ``seconds`` of the result, and of a
+            model ``model_hash`` and ``truncated`` (side -> count).
 
     Returns:
         The result of :func:`evaluate_beir`.
     """
-    counts = dict(collection.counts)
+    counts: dict[str, int | None] = dict(collection.counts)
     rankings, dropped = _rankings(list(collection.queries), hits, top_k, drop_identical_ids)
     counts["dropped_identical_ids"] = len(dropped)
     relevant = sum(collection.qrels[query].get(query, 0) > 0 for query in dropped)
     counts["dropped_though_relevant"] = relevant
+    truncated = how.get("truncated", {})
+    counts |= {"truncated_queries": truncated.get("query"), "truncated_documents": truncated.get("document")}
     if relevant:
         logger.warning(
             "%s: %d documents were dropped for having their query's id though judged relevant to it. If queries and"
@@ -173,28 +265,47 @@ def score_hits(
             collection.data,
             relevant,
         )
-    figures = evaluate_run(collection.qrels, rankings, top_k=top_k, drop_identical_ids=drop_identical_ids)
+    options: dict[str, Any] = {"drop_identical_ids": drop_identical_ids, "relevance": collection.relevance}
+    figures = evaluate_run(collection.qrels, rankings, top_k=top_k, **options)
     result = {
-        "benchmark": "beir",
+        "benchmark": collection.benchmark,
         "data": str(collection.data),
         "split": collection.split,
+        "checksums": collection.checksums,
         "model": how["model"],
+        "model_hash": how.get("model_hash"),
         "figures": mean_figures(figures),
+        **_without_overlap(collection, figures),
         "counts": counts,
-        "rules": [*how["rules"], *metric_rules(top_k, drop_identical_ids=drop_identical_ids)],
+        "rules": [*how["rules"], *metric_rules(top_k, **options)],
         "encoding": how["encoding"],
-        "search": how["search"],
+        "search": how["search"] | {"top_k": top_k},
         "seconds": how["seconds"],
-        "versions": _versions(),
+        "versions": versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     if run is not None:
-        with _replacing(run) as file:
-            file.writelines(_trec_lines(rankings))
+        with replacing(run) as file:
+            file.writelines(run_lines(rankings, run_format))
     if output is not None:
-        with _replacing(output) as file:
+        with replacing(output) as file:
             file.write(json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _without_overlap(collection: Collection, figures: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The result's part on the queries that training hasn't touched; empty where none are to be left out."""
+    if collection.exclude_overlap is None:
+        return {}
+    kept = {query: row for query, row in figures.items() if query not in collection.affected}
+    return {
+        "without_overlap": {
+            "file": collection.exclude_overlap,
+            "queries": len(kept),
+            "excluded": len(figures) - len(kept),
+            "figures": mean_figures(kept) if kept else {},
+        }
+    }
 
 
 def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: bool) -> None:
@@ -221,89 +332,36 @@ def format_result(result: Mapping[str, Any]) -> str:
         "",
         "  ".join(f"{metric:>7}" for metric in figures),
         "  ".join(f"{value:7.4f}" for value in figures.values()),
+        *_overlap_lines(result),
         "",
-        ", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in counts.items()),
+        ", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in counts.items() if count is not None),
         *(f"- {rule}" for rule in result["rules"]),
     ]
     return "\n".join(lines)
 
 
-class _Encoder:
-    """Texts to float32 vectors by any SentenceTransformer; counts the seconds that the documents take."""
-
-    def __init__(self, model: Any, batch_size: int) -> None:
-        similarity = getattr(model, "similarity_fn_name", None) or "dot"
-        similarity = str(getattr(similarity, "value", similarity))
-        if similarity not in ("dot", "cosine"):
-            raise ValueError(f"evaluate_beir: the model's similarity must be dot or cosine, got {similarity}.")
-        self.model = model
-        self.similarity = similarity
-        self.options = {
-            "batch_size": batch_size,
-            "show_progress_bar": False,
-            "convert_to_numpy": True,
-            "normalize_embeddings": similarity == "cosine",
-        }
-        self.texts_at_once = BATCHES_AT_ONCE * batch_size
-        self.seconds = 0.0
-
-    @property
-    def rule(self) -> str:
-        if self.similarity == "cosine":
-            return "score: cosine, the model's similarity (inner product of vectors normalised to length 1)"
-        return "score: inner product of the vectors as the model gives them"
-
-    def queries(self, queries: Mapping[str, str]) -> np.ndarray:
-        """(Q, dim) float32, checked here, where a bad one still has a name."""
-        vectors = np.asarray(self.model.encode_query(list(queries.values()), **self.options), dtype=np.float32)
-        return check_vectors(list(queries), vectors, "query")
-
-    def blocks(
-        self, corpus: Iterable[tuple[str, str]], total: int, block_size: int
-    ) -> Iterator[tuple[list[str], np.ndarray]]:
-        """Stream ``(ids, (n, dim) float32)`` of ``block_size`` documents, under one progress bar over all."""
-        documents = iter(corpus)
-        with tqdm(total=total, desc="documents", unit="doc", disable=None) as bar:
-            while block := list(islice(documents, block_size)):
-                started = time.perf_counter()
-                parts = []
-                for start in range(0, len(block), self.texts_at_once):
-                    texts = [text for _, text in block[start : start + self.texts_at_once]]
-                    parts.append(np.asarray(self.model.encode_document(texts, **self.options), dtype=np.float32))
-                    bar.update(len(texts))
-                vectors = np.concatenate(parts)
-                self.seconds += time.perf_counter() - started
-                yield [key for key, _ in block], vectors
-
-    def settings(self, dimension: int) -> dict[str, Any]:
-        """Lengths and prompts of the model, as far as it has them (None otherwise)."""
-        try:
-            first = self.model[0]
-        except (TypeError, KeyError, IndexError):
-            first = None
-        return {
-            "dimension": dimension,
-            "similarity": self.similarity,
-            "query_length": getattr(first, "query_length", None),
-            "document_length": getattr(first, "document_length", None),
-            "max_seq_length": getattr(self.model, "max_seq_length", None),
-            "prompts": getattr(self.model, "prompts", None),
-            "default_prompt_name": getattr(self.model, "default_prompt_name", None),
-        }
+def _overlap_lines(result: Mapping[str, Any]) -> list[str]:
+    found = result.get("without_overlap")
+    if found is None:
+        return []
+    what = f"without the {found['excluded']} queries that {found['file']} calls affected: {found['queries']} left"
+    return ["  ".join(f"{value:7.4f}" for value in found["figures"].values()) + f"  {what}"]
 
 
-def _check_corpus(data: str | Path, qrels: Qrels, *, ids_in_run: bool) -> dict[str, int]:
+def check_corpus(
+    data: str | Path, corpus: Iterable[tuple[str, str]], qrels: Qrels, *, ids_in_run: bool, relevance: int = 1
+) -> dict[str, int]:
     """Read the whole corpus once, so that a bad line is found before hours of encoding, and count what figures need."""
     unknown = {document for grades in qrels.values() for document in grades}
     documents = 0
     if ids_in_run:
         for query in qrels:
-            _check_run_id("query", query)
-    for document, _ in read_corpus(data):
+            check_run_id("query", query)
+    for document, _ in corpus:
         documents += 1
         unknown.discard(document)
         if ids_in_run:
-            _check_run_id("document", document)
+            check_run_id("document", document)
     dangling = sum(document in unknown for grades in qrels.values() for document in grades)
     if dangling:
         logger.warning(
@@ -315,13 +373,16 @@ def _check_corpus(data: str | Path, qrels: Qrels, *, ids_in_run: bool) -> dict[s
         "queries": len(qrels),
         "documents": documents,
         "dangling_qrels": dangling,
-        "queries_without_relevant": sum(max(grades.values()) < 1 for grades in qrels.values()),
+        "queries_without_relevant": sum(max(grades.values()) < relevance for grades in qrels.values()),
     }
 
 
-def _check_run_id(what: str, key: str) -> None:
-    if len(key.split()) != 1 or key != key.strip():
-        raise ValueError(f"evaluate_beir: {what} id {key!r} holds blanks, which a TREC run can't. Leave the run out.")
+def _checksums(data: Path, split: str) -> dict[str, str]:
+    sums = {}
+    for folder, name in ((data, "corpus.jsonl"), (data, "queries.jsonl"), (data / "qrels", f"{split}.tsv")):
+        path = find_text(folder, name)
+        sums[path.relative_to(data).as_posix()] = checksum(path)
+    return sums
 
 
 def _rankings(queries: list[str], hits: Hits, top_k: int, drop: bool) -> tuple[dict[str, dict[str, float]], list[str]]:
@@ -335,30 +396,11 @@ def _rankings(queries: list[str], hits: Hits, top_k: int, drop: bool) -> tuple[d
     return rankings, dropped
 
 
-def _trec_lines(rankings: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    for query, ranking in rankings.items():
-        for place, (document, score) in enumerate(ranking.items(), start=1):
-            # repr gives the float32 back, digit for digit: no tie appears or goes through rounding.
-            yield f"{query} Q0 {document} {place} {score!r} st_aggretriever\n"
-
-
-@contextmanager
-def _replacing(path: str | Path) -> Iterator[TextIO]:
-    """A text file that takes its name only when it is complete."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """Of this package and of those whose version can change a figure; None for what isn't installed."""
     from st_aggretriever import __version__
 
-    versions: dict[str, str | None] = {"st_aggretriever": __version__}
+    found: dict[str, str | None] = {"st_aggretriever": __version__}
     packages = {
         "sentence-transformers": ["sentence-transformers"],
         "transformers": ["transformers"],
@@ -366,10 +408,11 @@ def _versions() -> dict[str, str | None]:
         "faiss": ["faiss-cpu", "faiss-gpu-cu12", "faiss-gpu"],
         "pytrec_eval": ["pytrec-eval-terrier", "pytrec_eval"],
         "bm25s": ["bm25s"],
+        "mteb": ["mteb"],
     }
     for name, distributions in packages.items():
-        versions[name] = next(filter(None, map(_installed, distributions)), None)
-    return versions
+        found[name] = next(filter(None, map(_installed, distributions)), None)
+    return found
 
 
 def _installed(distribution: str) -> str | None:

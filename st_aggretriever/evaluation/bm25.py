@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.evaluation.beir import check_outputs, read_collection, score_hits
+from st_aggretriever.evaluation.beir import Collection, check_outputs, read_collection, score_hits
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
-from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.search import Hits, order_ties
 
 K1, B = 0.9, 0.4  # Pyserini's defaults for passages, which the published BM25 figures use
@@ -27,6 +26,7 @@ def evaluate_bm25(
     output: str | Path | None = None,
     overwrite: bool = False,
     drop_identical_ids: bool = True,
+    exclude_overlap: str | Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate BM25 on one split of a BEIR folder, by the rules of :func:`evaluate_beir`, whose arguments these are.
 
@@ -38,17 +38,41 @@ def evaluate_bm25(
     """
     check_outputs(run, output, overwrite)
     import_pytrec_eval()
-    collection = read_collection(data, split, ids_in_run=run is not None)
+    collection = read_collection(data, split, ids_in_run=run is not None, exclude_overlap=exclude_overlap)
+    options: dict[str, Any] = {"top_k": top_k, "drop_identical_ids": drop_identical_ids}
+    options |= {"run": run, "output": output}
+    return evaluate_collection_bm25(collection, **options)
+
+
+def evaluate_collection_bm25(
+    collection: Collection,
+    *,
+    top_k: int,
+    drop_identical_ids: bool,
+    run: str | Path | None,
+    output: str | Path | None,
+    run_format: str = "trec",
+) -> dict[str, Any]:
+    """Search and score a collection that was read and checked."""
+    hits, how = find_hits_bm25(collection.queries, collection.corpus(), top_k + drop_identical_ids)
+    options: dict[str, Any] = {"top_k": top_k, "drop_identical_ids": drop_identical_ids}
+    options |= {"run": run, "output": output}
+    return score_hits(collection, hits, how, **options, run_format=run_format)
+
+
+def find_hits_bm25(
+    queries: Mapping[str, str], corpus: Iterable[tuple[str, str]], depth: int
+) -> tuple[Hits, dict[str, Any]]:
+    """Hits by BM25, and how they came about; see :func:`search_bm25`."""
     started = time.perf_counter()
-    hits = search_bm25(collection.queries, read_corpus(data), top_k + drop_identical_ids)
-    how = {
+    hits = search_bm25(queries, corpus, depth)
+    return hits, {
         "model": "bm25",
         "rules": [RULE],
         "encoding": {},
-        "search": {"backend": "bm25s", "device": "cpu", "top_k": top_k},
+        "search": {"backend": "bm25s", "device": "cpu"},
         "seconds": {"search": round(time.perf_counter() - started, 3)},
     }
-    return score_hits(collection, hits, how, top_k=top_k, drop_identical_ids=drop_identical_ids, run=run, output=output)
 
 
 def search_bm25(queries: Mapping[str, str], corpus: Iterable[tuple[str, str]], top_k: int) -> Hits:

@@ -27,7 +27,7 @@ _MEASURES = {"ndcg_cut.10", "recall.100,1000", "map"}
 
 
 def evaluate_run(
-    qrels: Qrels, run: Run, *, top_k: int = 1000, drop_identical_ids: bool = True
+    qrels: Qrels, run: Run, *, top_k: int = 1000, drop_identical_ids: bool = True, relevance: int = 1
 ) -> dict[str, dict[str, float]]:
     """Figures of every judged query: query id -> metric -> value, in the order of ``qrels``.
 
@@ -35,15 +35,18 @@ def evaluate_run(
     Metrics that look deeper than ``top_k`` are left out; MAP is trec_eval's ``map`` of the run cut at ``top_k``.
 
     Args:
-        qrels: grades; 1 and more is relevant, the grade is nDCG's gain, a negative grade counts as 0.
+        qrels: grades; ``relevance`` and more is relevant, the grade is nDCG's gain, a negative grade counts as 0.
         run: scores, any float; ordered as :func:`rank` says.
         top_k: depth at which each ranking is cut.
         drop_identical_ids: drop a document whose id is the query's, before the cut.
+        relevance: the least grade of a relevant document (``trec_eval -l``), for all measures but nDCG.
 
     Raises:
-        ValueError: a NaN score, an id that trec_eval can't hold.
+        ValueError: a NaN score, a relevance below 1, an id that trec_eval can't hold.
         ImportError: pytrec_eval is missing.
     """
+    if relevance < 1:
+        raise ValueError(f"evaluate_run: relevance must be at least 1, got {relevance}.")
     pytrec_eval = import_pytrec_eval()
     metrics = {metric: name for metric, (name, depth) in _METRICS.items() if depth <= top_k}
     figures = {}
@@ -54,10 +57,10 @@ def evaluate_run(
         scored: dict[str, float] = {}
         if ranking and any(relevant.values()):
             _check_ids([query, *relevant, *ranking])
-            evaluator = pytrec_eval.RelevanceEvaluator({query: relevant}, _MEASURES)
+            evaluator = pytrec_eval.RelevanceEvaluator({query: relevant}, _MEASURES, relevance_level=relevance)
             scored = evaluator.evaluate({query: ranking})[query]
         figures[query] = {
-            metric: float(scored.get(name, 0.0)) if name else _reciprocal_rank(list(ranking)[:10], relevant)
+            metric: float(scored.get(name, 0.0)) if name else _reciprocal_rank(list(ranking)[:10], relevant, relevance)
             for metric, name in metrics.items()
         }
     return figures
@@ -98,7 +101,7 @@ def rank(hits: Mapping[str, float], depth: int, *, without: str | None = None) -
     return {ids[position]: float(scores[position]) for position in order}
 
 
-def metric_rules(top_k: int = 1000, *, drop_identical_ids: bool = True) -> list[str]:
+def metric_rules(top_k: int = 1000, *, drop_identical_ids: bool = True, relevance: int = 1) -> list[str]:
     """What the figures of :func:`evaluate_run` mean, one sentence a rule, to be printed with them."""
     identical = "dropped before" if drop_identical_ids else "kept in"
     return [
@@ -106,8 +109,8 @@ def metric_rules(top_k: int = 1000, *, drop_identical_ids: bool = True) -> list[
         " relevant document counts 0",
         "equal scores (as float32) are ordered by document id, descending, ids compared as strings",
         f"a document whose id is the query's is {identical} the cut at {top_k}",
-        "relevant means a grade of 1 or more; nDCG's gain is the grade; judged documents that are not in the corpus"
-        " count in the ideal ranking and among the relevant",
+        f"relevant means a grade of {relevance} or more; nDCG's gain is the grade; judged documents that are not in the"
+        " corpus count in the ideal ranking and among the relevant",
         f"MAP is trec_eval's map of the run of depth {top_k}",
     ]
 
@@ -125,8 +128,8 @@ def import_pytrec_eval() -> Any:
     return pytrec_eval
 
 
-def _reciprocal_rank(ranking: list[str], grades: Mapping[str, int]) -> float:
-    return next((1 / place for place, key in enumerate(ranking, start=1) if grades.get(key, 0) > 0), 0.0)
+def _reciprocal_rank(ranking: list[str], grades: Mapping[str, int], relevance: int) -> float:
+    return next((1 / place for place, key in enumerate(ranking, start=1) if grades.get(key, 0) >= relevance), 0.0)
 
 
 def _check_ids(ids: list[str]) -> None:

@@ -34,6 +34,16 @@ def read_queries(folder: str | Path) -> dict[str, str]:
 
 
 def read_qrels(folder: str | Path, split: str, query_ids: Collection[str]) -> dict[str, dict[str, int]]:
+    """Relevance grades of one split, see :func:`read_qrels_file`.
+
+    Raises:
+        FileNotFoundError: no such split; the sentence names those that are there.
+        ValueError: as :func:`read_qrels_file`.
+    """
+    return read_qrels_file(_qrels_path(Path(folder), split), query_ids)
+
+
+def read_qrels_file(path: str | Path, query_ids: Collection[str]) -> dict[str, dict[str, int]]:
     """Relevance grades, query id -> document id -> grade, in the file's order.
 
     BEIR's three tab-separated columns under a header, or the four columns of a TREC qrels file without one.
@@ -42,10 +52,9 @@ def read_qrels(folder: str | Path, split: str, query_ids: Collection[str]) -> di
         query_ids: the ids that exist; a judgement of another query is an error.
 
     Raises:
-        FileNotFoundError: no such split; the sentence names those that are there.
+        FileNotFoundError: no such file.
         ValueError: no header, wrong columns, a grade that is no integer, an unknown query, two grades for one pair.
     """
-    path = _qrels_path(Path(folder), split)
     qrels: dict[str, dict[str, int]] = {}
     trec = False
     for number, line in read_lines(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import json
 import re
 import zlib
@@ -124,6 +125,15 @@ def find_text(folder: str | Path, name: str) -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(f"{folder} holds neither {name} nor {name}.gz.")
+
+
+def checksum(path: str | Path) -> str:
+    """SHA-256 of a file's bytes as they lie there, what ``sha256sum`` prints."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _open(path: Path) -> BinaryIO:

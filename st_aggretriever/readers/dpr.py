@@ -1,0 +1,106 @@
+"""DPR's files for open-domain question answering: Wikipedia passages, and questions with their answers."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, text_of
+
+PASSAGES_HEADER = ["id", "text", "title"]
+
+
+class Passage(NamedTuple):
+    """A line of ``psgs_w100.tsv``."""
+
+    id: str
+    text: str
+    title: str
+
+    @property
+    def document(self) -> str:
+        """Title and text, which a model encodes."""
+        return join_title(self.title, self.text)
+
+
+class Question(NamedTuple):
+    """A question with the answers that count."""
+
+    text: str
+    answers: list[str]
+
+
+def read_passages(path: str | Path) -> Iterator[Passage]:
+    """Stream the passages of a tab-separated file with the header ``id text title`` (quoted fields, plain or gzip).
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: Another header, other columns, or an id that came before; the sentence names file and line.
+    """
+    seen: set[str] = set()
+    for number, line in read_lines(path):
+        fields = next(csv.reader([line], delimiter="\t"))
+        if number == 1:
+            if fields != PASSAGES_HEADER:
+                raise ValueError(f"{path} line 1: expected the header id<tab>text<tab>title, got {line[:200]!r}.")
+            continue
+        if len(fields) != 3 or len(fields[0].split()) != 1:
+            raise ValueError(f"{path} line {number}: expected id<tab>text<tab>title, got {line[:200]!r}.")
+        if fields[0] in seen:
+            raise ValueError(f"{path} line {number}: id {fields[0]!r} occurs a second time.")
+        seen.add(fields[0])
+        text, title = (text_of({"field": field}, "field") for field in fields[1:])
+        yield Passage(fields[0], text, title)
+
+
+def read_questions(path: str | Path) -> dict[str, Question]:
+    """Questions by their number in the file, from ``"0"``.
+
+    DPR's ``question<tab>['answer', ...]``; a JSON list (EntityQuestions) or jsonl of objects with ``question`` and
+    ``answers`` (or ``answer``: a string or a list). Told by content; plain or gzip.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: Another form, no answer, or answers that aren't strings; the sentence names the place.
+    """
+    first = next(read_lines(path))[1].lstrip()
+    if first.startswith("["):
+        whole = "\n".join(line for _, line in read_lines(path))
+        try:
+            records = json.loads(whole)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: expected a JSON list of questions ({error.msg}, line {error.lineno}).") from None
+        questions = [_at(f"{path} entry {number}", record) for number, record in enumerate(records)]
+    elif first.startswith("{"):
+        questions = list(read_jsonl(path, _question))
+    else:
+        questions = [_from_columns(f"{path} line {number}", line) for number, line in read_lines(path)]
+    return {str(number): question for number, question in enumerate(questions)}
+
+
+def _at(where: str, record: Any) -> Question:
+    try:
+        return _question(record)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _question(record: Any) -> Question:
+    answers = record.get("answers", record.get("answer")) if isinstance(record, dict) else None
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError("expected an object with 'question' and 'answers', at least one string.")
+    return Question(text_of(record, "question").strip(), answers)
+
+
+def _from_columns(where: str, line: str) -> Question:
+    fields = next(csv.reader([line], delimiter="\t"))
+    try:
+        question, answers = fields[0], ast.literal_eval(fields[1])
+        return _question({"question": question, "answers": answers})
+    except (ValueError, SyntaxError, IndexError, TypeError):
+        raise ValueError(f"{where}: expected question<tab>['answer', ...], got {line[:200]!r}.") from None
