@@ -23,7 +23,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 quickstart: $(READY)
-	$(BIN)/st-aggretriever quickstart $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/st-aggretriever quickstart $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) --output runs/quickstart $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -80,8 +80,11 @@ def _add_quickstart(commands: argparse._SubParsersAction) -> None:
 def _quickstart(args: argparse.Namespace) -> None:
     from st_aggretriever.quickstart import quickstart
 
-    for line in quickstart(**{name: value for name, value in vars(args).items() if name != "function"}):
-        print(line, flush=True)
+    try:
+        for line in quickstart(**{name: value for name, value in vars(args).items() if name != "function"}):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; what is done stays in {args.output}, the same command goes on") from None
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -94,6 +94,7 @@ def build_aggretriever(
     if mlm_head_from is not None and not has_head:
         raise ValueError("build_aggretriever: mlm_head_from needs pooling='mlm' and a lexical_dim of at least 1.")
     path = str(model_name_or_path)
+    _check_local(path)
     transformer_kwargs = _inside_sentence_transformer(path, activation if has_head else None, transformer_kwargs)
     _refuse_published(path, transformer_kwargs)
     options = {"query_length": query_length, "document_length": document_length, **transformer_kwargs}
@@ -172,7 +173,7 @@ def _inside_sentence_transformer(
     modules_file = load_file_path(path, "modules.json", **where)
     if modules_file is None:
         return transformer_kwargs
-    entries = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+    entries = _read_json(modules_file)
     names = [str(entry["type"]).rpartition(".")[2] for entry in entries]
     if "Router" in names or "Asym" in names:
         raise ValueError(
@@ -195,7 +196,7 @@ def _inside_sentence_transformer(
 def _check_splade(path: str, subfolder: str, where: dict[str, Any]) -> None:
     """Refuse the two kinds of SPLADE that take no maximum of ``log(1 + relu(logit))``."""
     file = load_file_path(path, "config.json", subfolder=subfolder, **where)
-    config = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    config = _read_json(file) if file else {}
     for option, expressible in (("pooling_strategy", "max"), ("activation_function", "relu")):
         value = config.get(option, expressible)
         if value != expressible:
@@ -285,7 +286,7 @@ def load_aggretriever(
             f"load_aggretriever: {path!r} has no modules.json, or cannot be reached; to make an Aggretriever of a "
             "masked language model call build_aggretriever."
         )
-    entries = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+    entries = _read_json(modules_file)
     loaded: list[nn.Module] = []
     for entry in entries:
         loaded.append(
@@ -301,7 +302,7 @@ def load_aggretriever(
             )
         )
     config_file = load_file_path(path, "config_sentence_transformers.json", **where)
-    saved = json.loads(Path(config_file).read_text(encoding="utf-8")) if config_file else {}
+    saved = _read_json(config_file) if config_file else {}
     for key in ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"):
         if saved.get(key) is not None:
             kwargs.setdefault(key, saved[key])
@@ -313,8 +314,25 @@ def is_aggretriever(path_or_hub_id: str | Path, **where: Any) -> bool:
     modules_file = load_file_path(str(path_or_hub_id), "modules.json", **where)
     if modules_file is None:
         return False
-    entries = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+    entries = _read_json(modules_file)
     return any(str(entry.get("type", "")).startswith("st_aggretriever.") for entry in entries)
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"load_aggretriever: {path} is not JSON ({error}). Fetch the file again.") from None
+
+
+def _check_local(path: str) -> None:
+    """Say of a path on this machine what is wrong with it; anything else may be a Hub id."""
+    local = Path(path)
+    if not local.exists() and (local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+        raise FileNotFoundError(f"build_aggretriever: there is no folder {path!r}.")
+    names = ("config.json", "modules.json", "adapter_config.json")
+    if local.is_file() or (local.is_dir() and not any((local / name).exists() for name in names)):
+        raise ValueError(f"build_aggretriever: {path!r} is no transformers checkpoint: it has no config.json.")
 
 
 def _module_class(type_name: str, path: str) -> Any:

@@ -9,7 +9,8 @@ Symbols: B texts in the batch, L tokens of the longest, V vocabulary (rows of th
 size of the decoder (H except in ALBERT and ELECTRA), D lexical dimension, C dimension of the [CLS] part.
 
 A saved model carries this one file as ``st_aggretriever.py`` beside its weights, so that it loads where the package
-is not installed. It therefore imports nothing but the standard library, torch, transformers and sentence_transformers.
+is not installed. It therefore imports nothing but the standard library, torch, transformers, safetensors and
+sentence_transformers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import sentence_transformers
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoModel, AutoModelForMaskedLM
 from transformers.utils import logging as transformers_logging
@@ -243,6 +245,8 @@ def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict
             raise
         kind = "masked language model" if with_head else "encoder"
         raise ValueError(f"MLMEncoder: {path!r} ({config.model_type}) is not a {kind}.{instead}") from None
+    except SafetensorError as error:
+        raise _unreadable(path, error) from None
     finally:
         transformers_logging.set_verbosity(verbosity)
     if any(key.startswith("tok_proj.") for key in info["unexpected_keys"]):
@@ -256,6 +260,13 @@ def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict
             f"be random: {found}.{instead}"
         )
     return model
+
+
+def _unreadable(path: str, error: SafetensorError) -> ValueError:
+    return ValueError(
+        f"st_aggretriever: the weights (model.safetensors) in {path!r} can't be read: {error}. The file is cut short, or "
+        "a git-LFS pointer; fetch it again."
+    )
 
 
 def _mlm_head(model: Any) -> tuple[list[Callable[[Tensor], Tensor]], nn.Linear]:
@@ -383,7 +394,10 @@ class _HeadModule(Module):
             )
         module = cls(**config)
         if module.state_dict():
-            weights: Any = cls.load_torch_weights(model_name_or_path, **where)
+            try:
+                weights: Any = cls.load_torch_weights(model_name_or_path, **where)
+            except SafetensorError as error:
+                raise _unreadable(f"{model_name_or_path}/{subfolder}", error) from None
             dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
             module.load_state_dict(weights)
             return module.to(dtype=dtypes.pop()) if dtypes else module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -67,6 +68,7 @@ def quickstart(
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
 
     Raises:
+        ValueError: ``output`` holds something else than a run of this kind.
         ValueError, OSError: As :func:`train` and :func:`evaluate_beir`.
     """
     from st_aggretriever.evaluation.bm25 import evaluate_bm25
@@ -85,20 +87,21 @@ def quickstart(
         "device": device,
     }
     home = Path(output)
-    home.mkdir(parents=True, exist_ok=True)
+    untrained = build_aggretriever(backbone, seed=seed, **ARMS["untrained"].options(cls_dim, lexical_dim)).float()
+    _claim(home)
     yield f"backbone {model or 'mini (bundled)'}, collection {data or 'sample (bundled)'}, {count} training pairs"
 
     rows = {"BM25": evaluate_bm25(folder, run=home / "bm25.trec", overwrite=True)}
     for key, arm in ARMS.items():
         options = arm.options(cls_dim, lexical_dim)
         if arm.trained:
-            yield f"training {arm.name}"
+            yield f"training {arm.name}, model {list(ARMS).index(key)} of {len(ARMS) - 1}"
             config = TrainConfig(
                 model=backbone, output=str(home / key), resume=True, save_steps=0, **settings, **options
             )
             encoder = train(config)
         else:
-            encoder = build_aggretriever(backbone, seed=seed, **options).float()
+            encoder = untrained
         rows[arm.name] = _evaluated(encoder, folder, home, key)
     yield ""
     yield from _table(rows)
@@ -110,6 +113,17 @@ def quickstart(
     yield ""
     yield "  from st_aggretriever import load_aggretriever"
     yield f"  model = load_aggretriever({str(home / 'agg')!r})"
+
+
+def _claim(home: Path) -> None:
+    """Make the folder of a run, or take up one's own; files of anybody else's stay untouched."""
+    mark = home / "quickstart.json"
+    if home.exists() and not home.is_dir():
+        raise ValueError(f"quickstart: output {home} is a file; nothing was overwritten. Name a folder.")
+    if home.is_dir() and any(home.iterdir()) and not mark.is_file():
+        raise ValueError(f"quickstart: output {home} is not empty; nothing was overwritten. Name another folder.")
+    home.mkdir(parents=True, exist_ok=True)
+    mark.write_text(json.dumps({"made_by": "st-aggretriever quickstart"}) + "\n", encoding="utf-8")
 
 
 def _evaluated(encoder: Any, folder: str, home: Path, key: str) -> dict[str, Any]:

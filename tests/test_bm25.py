@@ -57,3 +57,8 @@ def test_evaluation_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["evaluate", "beir", "--model", "bm25", "--data", str(data), "--run", str(tmp_path / "run")]) == 0
     assert "0.6309" in capsys.readouterr().out
     assert (tmp_path / "run").read_text().splitlines()[0].split()[:4] == ["q", "Q0", "b", "1"]
+
+
+def test_top_k_below_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        evaluate_bm25(beir_folder(tmp_path), top_k=0)

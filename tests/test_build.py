@@ -356,3 +356,10 @@ def test_a_tokenizer_that_pads_left_gives_the_same_vectors(tiny_bert: str, tmp_p
         model = build(str(tmp_path), pooling=pooling)
         assert model.preprocess(TEXTS)["attention_mask"][1, 0] == 0
         assert abs(model.encode(TEXTS) - build(tiny_bert, pooling=pooling).encode(TEXTS)).max() < 1e-5
+
+
+def test_a_missing_or_empty_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        build(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"is no transformers checkpoint: it has no config\.json"):
+        build(str(tmp_path))

@@ -286,3 +286,19 @@ def test_another_sentence_transformers_is_refused_in_one_sentence(
 
 def test_classes_go_by_their_public_name() -> None:
     assert (MLMEncoder.__module__, SliceMaxAgg.__module__) == ("st_aggretriever", "st_aggretriever")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "1_MLMLexicalPooling/model.safetensors"])
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", None])
+def test_damaged_weights_are_one_sentence(saved: Any, tmp_path: Path, file: str, content: bytes | None) -> None:
+    path = copy_of(saved, tmp_path) / file
+    path.write_bytes(path.read_bytes()[:100] if content is None else content)
+    with pytest.raises(ValueError, match=r"can't be read: .*git-LFS pointer"):
+        load_aggretriever(tmp_path / "model")
+
+
+def test_a_damaged_modules_file_is_named(saved: Any, tmp_path: Path) -> None:
+    folder = copy_of(saved, tmp_path)
+    (folder / "modules.json").write_text("")
+    with pytest.raises(ValueError, match=r"modules\.json is not JSON"):
+        load_aggretriever(folder)

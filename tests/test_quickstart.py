@@ -89,3 +89,19 @@ def test_a_missing_train_split_is_one_sentence(
     error = capsys.readouterr().err
     assert "train" in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_folder_of_somebody_elses_stays_as_it_is(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "bm25.trec").write_text("precious")
+    assert run(tiny_bert, data, output) == 2
+    assert "not empty; nothing was overwritten" in capsys.readouterr().err
+    assert [path.read_text() for path in output.iterdir()] == ["precious"]
+
+
+def test_a_bad_option_is_found_before_anything_is_written(tiny_bert: str, data: Path, tmp_path: Path) -> None:
+    assert run(tiny_bert, data, tmp_path / "out", "--lexical-dim", "640") == 2
+    assert not (tmp_path / "out").exists()

@@ -36,6 +36,8 @@ def evaluate_bm25(
     Raises:
         As :func:`evaluate_beir` and :func:`search_bm25`.
     """
+    if top_k < 1:
+        raise ValueError(f"evaluate_bm25: top_k must be at least 1, got {top_k}.")
     check_outputs(run, output, overwrite)
     import_pytrec_eval()
     collection = read_collection(data, split, ids_in_run=run is not None, exclude_overlap=exclude_overlap)
