@@ -264,8 +264,8 @@ def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict
 
 def _unreadable(path: str, error: SafetensorError) -> ValueError:
     return ValueError(
-        f"st_aggretriever: the weights (model.safetensors) in {path!r} can't be read: {error}. The file is cut short, or "
-        "a git-LFS pointer; fetch it again."
+        f"st_aggretriever: the weights (model.safetensors) in {path!r} can't be read: {error}. The file is cut short "
+        "or a git-LFS pointer; fetch it again."
     )
 
 
