@@ -317,11 +317,11 @@ def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: 
     paths = [Path(path) for path in (run, output) if path is not None]
     for path in paths:
         if path.is_dir() or (path.exists() and not overwrite):
-            raise FileExistsError(f"evaluate_beir: {path} exists. Name another file or overwrite it (--overwrite).")
+            raise FileExistsError(f"{path} exists already. Name another file or overwrite it (--overwrite).")
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"evaluate_beir: the folder of {path} does not exist. Make it first.")
+            raise FileNotFoundError(f"the folder of {path} does not exist. Make it first.")
     if len(paths) == 2 and paths[0].resolve() == paths[1].resolve():
-        raise ValueError(f"evaluate_beir: run and output are both {paths[0]}. Name two files.")
+        raise ValueError(f"run and output are both {paths[0]}. Name two files.")
 
 
 def format_result(result: Mapping[str, Any]) -> str:
