@@ -1,0 +1,50 @@
+"""The ``st-aggretriever`` command: thin, a group of subcommands a file, heavy imports inside the functions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 done, 2 bad input, 130 interrupted)."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars go by it too
+    try:
+        args.function(args)
+    except KeyboardInterrupt as interrupt:
+        print(f"st-aggretriever: {interrupt or 'interrupted'}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has gone; keep Python's shutdown from complaining about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("ST_AGGRETRIEVER_TRACEBACK"):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"st-aggretriever: {message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from st_aggretriever.cli import evaluate, models, training, vectors
+
+    parser = argparse.ArgumentParser(
+        prog="st-aggretriever", description="Train, search with and evaluate Aggretriever models."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    training.add_quickstart(commands)
+    training.add_train(commands)
+    vectors.add_encode(commands)
+    vectors.add_search(commands)
+    evaluate.add_evaluate(commands)
+    evaluate.add_fuse(commands)
+    models.add_convert(commands)
+    models.add_inspect(commands)
+    return parser
