@@ -21,6 +21,7 @@ from st_aggretriever.model import is_aggretriever, load_aggretriever
 SAMPLE = "what is dense retrieval?"
 LONGER = "Dense retrieval compares vectors of texts, so a query finds a document that shares no word with it. " * 3
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5}  # of a vector alone and in a padded batch; else 2e-2
+LEAST_COSINE = 0.99  # between the lexical parts by a quantised head and by the head as it is
 
 
 def inspect_model(path_or_hub_id: str | Path, **where: Any) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def _pooling(modules: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {"MLMLexicalPooling": "mlm", "TokenLexicalPooling": "tokens", "MeanProjection": "mean"}
     name = next((name for name in kinds if name in modules), "CLSProjection")
     kind = kinds.get(name, "cls") + ("+cls" if name == "MeanProjection" and "CLSProjection" in modules else "")
-    options = ("activation", "term_weight", "excluded_tokens", "include_prompt")
+    options = ("activation", "term_weight", "excluded_tokens", "include_prompt", "quantize")
     return {"kind": kind} | {key: getattr(modules[name], key) for key in options if hasattr(modules[name], key)}
 
 
@@ -222,6 +223,8 @@ def _checks(model: SentenceTransformer, folder: Path) -> Iterator[tuple[str, boo
     bad = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
     yield "finite weights", not bad, ", ".join(bad[:3]) or f"{len(model.state_dict())} tensors"
     yield _check_sample(model)
+    if _quantize(model) != "none":
+        yield _check_quantised(model)
 
 
 def _check_tie(encoder: Any, folder: Path) -> tuple[str, bool, str]:
@@ -256,10 +259,33 @@ def _check_sample(model: SentenceTransformer) -> tuple[str, bool, str]:
         start += dim
     worst = difference.max().item()
     dtype = next(model.parameters()).dtype
-    passed = (
-        bool(alone.isfinite().all())
-        and alone.dtype == torch.float32
-        and bool(alone.any())
-        and worst <= TOLERANCES.get(dtype, 2e-2)
-    )
+    tolerance = TOLERANCES.get(dtype, 2e-2) if _quantize(model) == "none" else 2e-2
+    passed = bool(alone.isfinite().all()) and alone.dtype == torch.float32 and bool(alone.any()) and worst <= tolerance
     return "sample vector", passed, f"{len(alone)} dimensions, {worst:.1e} between alone and in a padded batch"
+
+
+def _quantize(model: SentenceTransformer) -> str:
+    return next((str(module.quantize) for module in model if hasattr(module, "quantize")), "none")
+
+
+def _check_quantised(model: SentenceTransformer) -> tuple[str, bool, str]:
+    """What the quantised head makes of two texts, beside the head as it is."""
+    head: Any = next(module for module in model if hasattr(module, "quantize"))
+    quantize = head.quantize
+
+    def lexical() -> torch.Tensor:
+        values: Any = model.encode([SAMPLE, LONGER], output_value=None, show_progress_bar=False)
+        return torch.stack([value["lexical_embedding"] for value in values]).cpu()
+
+    vectors = lexical()
+    try:
+        head.quantize = "none"
+        exact = lexical()
+    finally:
+        head.quantize = quantize
+    cosine = torch.cosine_similarity(vectors, exact).min().item()
+    turned = (vectors.signbit() != exact.signbit()).float().mean().item()
+    found = (
+        f"{quantize}: cosine of the lexical part {cosine:.5f} to the head as it is, {turned:.2%} of the signs differ"
+    )
+    return "quantised head", cosine >= LEAST_COSINE, found

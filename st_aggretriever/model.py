@@ -247,6 +247,7 @@ def load_aggretriever(
     model_kwargs: dict[str, Any] | None = None,
     processor_kwargs: dict[str, Any] | None = None,
     config_kwargs: dict[str, Any] | None = None,
+    quantize: str | None = None,
     **kwargs: Any,
 ) -> SentenceTransformer:
     """Load a saved Aggretriever with this package's own classes; no ``trust_remote_code`` is needed.
@@ -260,6 +261,8 @@ def load_aggretriever(
         token, cache_folder, revision, local_files_only: Where and how to fetch from the Hub.
         model_kwargs, processor_kwargs, config_kwargs: As for ``SentenceTransformer``, for instance
             ``model_kwargs={"dtype": torch.bfloat16}``.
+        quantize: ``"int8"`` or ``"bf16"`` computes the vocabulary product in fewer bits, ``"none"`` as the model is;
+            None as it was saved. ``save_pretrained`` keeps the setting (see :class:`MLMLexicalPooling`).
         **kwargs: Passed to ``SentenceTransformer``, for instance ``device`` or ``truncate_dim``; they take precedence
             over what was saved.
 
@@ -281,7 +284,7 @@ def load_aggretriever(
         converted = convert_into_cache(path, **where)
         if converted is not None:
             kwargs |= {"model_kwargs": model_kwargs, "processor_kwargs": processor_kwargs}
-            return load_aggretriever(converted, config_kwargs=config_kwargs, **kwargs)
+            return load_aggretriever(converted, config_kwargs=config_kwargs, quantize=quantize, **kwargs)
         raise ValueError(
             f"load_aggretriever: {path!r} has no modules.json, or cannot be reached; to make an Aggretriever of a "
             "masked language model call build_aggretriever."
@@ -301,12 +304,28 @@ def load_aggretriever(
                 backend="torch",
             )
         )
+    if quantize is not None:
+        _set_quantize(loaded, quantize, path)
     config_file = load_file_path(path, "config_sentence_transformers.json", **where)
     saved = _read_json(config_file) if config_file else {}
     for key in ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"):
         if saved.get(key) is not None:
             kwargs.setdefault(key, saved[key])
     return SentenceTransformer(modules=loaded, **kwargs)
+
+
+def _set_quantize(modules: list[nn.Module], quantize: str, path: str) -> None:
+    heads: list[Any] = [module for module in modules if isinstance(module, MLMLexicalPooling)]
+    if quantize not in _modules.QUANTIZE:
+        known = ", ".join(map(repr, _modules.QUANTIZE))
+        raise ValueError(f"load_aggretriever: quantize must be one of {known}, got {quantize!r}.")
+    if not heads and quantize != "none":
+        raise ValueError(
+            f"load_aggretriever: {path!r} has no vocabulary product that quantize={quantize!r} could make faster; "
+            "leave quantize out."
+        )
+    for head in heads:
+        head.quantize = quantize
 
 
 def is_aggretriever(path_or_hub_id: str | Path, **where: Any) -> bool:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +59,28 @@ _MLM_HEADS: dict[str, tuple[tuple[str, ...], str]] = {
     "eurobert": ((), "lm_head"),
 }
 
-# One tile of vocabulary logits in float32. Two such buffers exist at a time, forward and backward, whatever the batch:
-# 32 MiB are 274 tokens at V = 30,522; larger tiles were no faster.
-_TILE_BYTES = 32 * 2**20
+# One tile of vocabulary logits in float32. On a CPU small enough that the allocator hands the same pages out again:
+# fresh ones cost as much as the passes over them. 16 MiB are 137 tokens at V = 30,522. On an accelerator (not measured
+# here) a tile should be worth the launch of its kernels.
+_TILE_BYTES = 16 * 2**20
+_ACCELERATOR_TILE_BYTES = 256 * 2**20
+# The least tokens in a tile of the forward pass, whatever V: with fewer, reading the decoder is what takes the time.
+_TILE_TOKENS = 64
+# About how many tokens the backward pass takes together: with more, the copies for its products grow, with fewer, it
+# reads the decoder more often.
+_GROUP_TOKENS = 2048
+
+# oneDNN's float32 product on x86: on an AMD CPU (Zen 5, one thread) torch.mm, by MKL, reaches 65 to 105 GFLOP/s, oneDNN
+# 160 to 230. torch has it as an operator for its compiler only: where it is missing, torch.mm serves.
+_ONEDNN_LINEAR = (
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    else None
+)
+
+
+# How the vocabulary product may be computed at inference.
+QUANTIZE = ("none", "int8", "bf16")
 
 
 class MLMEncoder(Transformer):
@@ -329,7 +350,7 @@ def _cls_token(features: dict[str, Any]) -> Tensor:
     """(B, H): the hidden state of the first real token, wherever the padding is."""
     hidden = features["token_embeddings"]
     first = _real_tokens(features).int().argmax(1)  # (B)
-    return hidden[torch.arange(len(hidden), device=hidden.device), first]
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), first]  # len() would be a constant in a trace
 
 
 def _token_mask(features: dict[str, Any], *, cls: bool, suffix: bool, prompt: bool) -> Tensor:
@@ -477,13 +498,23 @@ class MLMLexicalPooling(_LexicalPooling):
         excluded_tokens: ``"cls"`` leaves out the first real token; ``"special"`` also what the tokenizer appends;
             ``"none"`` leaves out nothing, as SPLADE does.
         include_prompt: Whether the tokens of a prompt take part.
+        quantize: ``"int8"`` (CPU) or ``"bf16"`` for a faster vocabulary product at inference; see
+            :func:`quantised_lexical_max`. It may be changed at any time and is saved with the model; the weights stay
+            as they are, and a copy in fewer bits is made at the first text.
 
     Features in: ``token_embeddings`` (B, L, H), ``mlm_states`` (B, L, E), ``decoder_weight`` (V, E), ``decoder_bias``
     (V) or None, ``attention_mask`` (B, L); the ``mlm_states`` and ``decoder_*`` are removed. Features out:
-    ``lexical_weights`` (B, V), float32.
+    ``lexical_weights`` (B, V), float32; with ``quantize`` also ``exact_weights``, for :class:`SliceMaxAgg`.
     """
 
-    config_keys: list[str] = ["hidden_size", "term_weight", "activation", "excluded_tokens", "include_prompt"]
+    config_keys: list[str] = [
+        "hidden_size",
+        "term_weight",
+        "activation",
+        "excluded_tokens",
+        "include_prompt",
+        "quantize",
+    ]
 
     def __init__(
         self,
@@ -493,23 +524,39 @@ class MLMLexicalPooling(_LexicalPooling):
         activation: str = "softmax",
         excluded_tokens: str = "cls",
         include_prompt: bool = False,
+        quantize: str = "none",
     ) -> None:
         super().__init__(hidden_size, term_weight, excluded_tokens, include_prompt)
         _choice("MLMLexicalPooling", "activation", activation, ("softmax", "log1p_relu"))
+        _choice("MLMLexicalPooling", "quantize", quantize, QUANTIZE)
         self.activation = activation
+        self.quantize = quantize
+        self._quantised: _QuantisedDecoder | None = None
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if "mlm_states" not in features:
             raise ValueError("MLMLexicalPooling needs 'mlm_states': put it behind an MLMEncoder with head=True.")
-        features["lexical_weights"] = lexical_max(
-            features.pop("mlm_states"),
-            features.pop("decoder_weight"),
-            features.pop("decoder_bias"),
-            self.term_weights(features["token_embeddings"].flatten(0, 1)).view(features["token_embeddings"].shape[:2]),
-            self.participating(features),
-            self.activation,
+        states, weight, bias = (features.pop(name) for name in ("mlm_states", "decoder_weight", "decoder_bias"))
+        hidden = features["token_embeddings"]
+        term_weights = self.term_weights(hidden.flatten(0, 1)).view(hidden.shape[:2])  # (B, L)
+        keep = self.participating(features)
+        if self.quantize == "none":
+            features["lexical_weights"] = lexical_max(states, weight, bias, term_weights, keep, self.activation)
+            return features
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (states, weight, term_weights)):
+            raise ValueError(
+                f"MLMLexicalPooling: a head with quantize={self.quantize!r} has no gradient. Set the module's quantize "
+                "to 'none' to train, or encode under torch.no_grad()."
+            )
+        if self._quantised is None or not self._quantised.is_of(weight, bias, self.quantize):
+            self._quantised = _QuantisedDecoder(weight, bias, self.quantize)
+        features["lexical_weights"], features["exact_weights"] = quantised_lexical_max(
+            states, self._quantised, term_weights, keep, self.activation
         )
         return features
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_quantised": None}  # made anew where it is needed
 
 
 class TokenLexicalPooling(_LexicalPooling):
@@ -545,7 +592,7 @@ class TokenLexicalPooling(_LexicalPooling):
         hidden = features["token_embeddings"]
         weights = self.term_weights(hidden.flatten(0, 1)).view(hidden.shape[:2])  # (B, L)
         weights = weights.masked_fill(~self.participating(features), -torch.inf)
-        absent = weights.new_full((len(weights), self.vocab_size), -torch.inf)
+        absent = weights.new_full((weights.shape[0], self.vocab_size), -torch.inf)
         present = absent.scatter_reduce(1, features["input_ids"], weights, "amax")  # (B, V)
         features["lexical_weights"] = present.masked_fill(present == -torch.inf, 0.0)
         return features
@@ -622,11 +669,16 @@ class SliceMaxAgg(_HeadModule):
             self.register_buffer("permutation", order)
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        features["lexical_embedding"] = self.aggregate(features["lexical_weights"])
+        features["lexical_embedding"] = self.aggregate(features["lexical_weights"], features.pop("exact_weights", None))
         return features
 
-    def aggregate(self, lexical_weights: Tensor) -> Tensor:
-        """(B, V) to (B, D), float32."""
+    def aggregate(self, lexical_weights: Tensor, exact: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """(B, V) to (B, D), float32.
+
+        Args:
+            exact: The weights of given ids, (B, n) to (B, n). Where the ``lexical_weights`` are approximate they then
+                only choose the winner of each (half) slice, and the winner's exact weight counts.
+        """
         if lexical_weights.shape[-1] != self.vocab_size:
             raise ValueError(
                 f"SliceMaxAgg: lexical_weights must have V = {self.vocab_size} columns, got "
@@ -643,11 +695,11 @@ class SliceMaxAgg(_HeadModule):
                 torch.arange(self.lexical_dim, device=sliced.device) < kept % self.lexical_dim
             )
             return sliced.sum(1) / count
-        sliced = self._slices(lexical_weights, padding=-torch.inf)
+        best = self._slices(lexical_weights, padding=-torch.inf).max(1)  # (B, m)
+        values = best.values if exact is None else exact(self._ids(best.indices))
         if self.aggregation == "positive":
-            return sliced.max(1).values
-        pairs = sliced.unflatten(2, (self.lexical_dim, 2)).max(1).values  # (B, D, 2)
-        positive, negative = pairs.unbind(2)
+            return values
+        positive, negative = values.unflatten(1, (self.lexical_dim, 2)).unbind(2)
         return torch.where(positive > negative, positive, -negative)
 
     def _slices(self, lexical_weights: Tensor, padding: float) -> Tensor:
@@ -657,6 +709,11 @@ class SliceMaxAgg(_HeadModule):
         kept = lexical_weights[:, self._dropped :]
         kept = F.pad(kept, (0, -kept.shape[1] % self._width), value=padding)
         return kept.unflatten(1, (-1, self._width))
+
+    def _ids(self, rows: Tensor) -> Tensor:
+        """Ids of the entries of :meth:`_slices` at a row of each column: (B, m) to (B, m)."""
+        place = rows * self._width + torch.arange(self._width, device=rows.device) + self._dropped
+        return self.permutation[place] if self.slicing == "random" else place
 
     def get_embedding_dimension(self) -> int:
         return self.lexical_dim
@@ -770,7 +827,7 @@ class Concat(_HeadModule):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The vocabulary product, one tile of tokens at a time
+# The vocabulary product, one tile of logits at a time
 
 
 @torch.compiler.disable
@@ -779,8 +836,8 @@ def lexical_max(
 ) -> Tensor:
     """``out[b, t] = max over tokens i of text b with keep[b, i] of w_i f(states_i . weight_t + bias_t)``.
 
-    f is the softmax over t, or ``log(1 + relu(.))``. No array of B x L x V exists: memory grows with B x V and one
-    tile. Of equal maxima the first token gets the gradient.
+    f is the softmax over t, or ``log(1 + relu(.))``. Only the tokens with ``keep`` are multiplied, and no array of
+    B x L x V exists: memory grows with B x V and one tile. Of equal maxima the first token gets the gradient.
 
     Args:
         states: (B, L, E), the decoder's inputs.
@@ -797,13 +854,28 @@ def lexical_max(
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = torch.promote_types(states.dtype, weight.dtype)
-    return _LexicalMax.apply(
-        states[keep].to(dtype), weight, bias, term_weights[keep], tuple(keep.sum(1).tolist()), activation
-    )
+    counts = keep.sum(1)
+    present = counts > 0
+    tokens = tuple(counts[present].tolist())
+    grad_enabled = torch.is_grad_enabled()  # Inside the function it never is.
+    out = _LexicalMax.apply(states[keep].to(dtype), weight, bias, term_weights[keep], tokens, activation, grad_enabled)
+    if len(out) < len(keep):
+        out = out.new_zeros(len(keep), out.shape[1]).index_put((present,), out)
+    return out
 
 
 class _LexicalMax(torch.autograd.Function):
-    """:func:`lexical_max` over the T tokens that take part, text after text."""
+    """:func:`lexical_max` over the T tokens that take part, text after text; ``counts`` says how many each has, not 0.
+
+    The forward pass goes through tiles of few tokens and the whole vocabulary. For the backward pass it keeps which
+    token won each term of each text, and of each token its largest logit m and ``s = 1 / sum over t of exp(logit[t] -
+    m)``, so that any logit can be made a probability again, ``p = s exp(logit - m)``.
+
+    The backward pass goes through tiles of many tokens and a few terms, so that a row of the decoder's gradient is
+    written once. With g the gradient of ``out``, the logit of term t of token i gets ``w_i g[t] p_i[t]`` if the token
+    won the term, less ``c_i p_i[t]`` in any case; ``c_i``, the sum of ``g[t] out[t]`` over the terms that it won, needs
+    no logits.
+    """
 
     @staticmethod
     def forward(
@@ -814,134 +886,313 @@ class _LexicalMax(torch.autograd.Function):
         term_weights: Tensor,
         counts: tuple[int, ...],
         activation: str,
+        grad_enabled: bool,
     ) -> Tensor:
-        tile = _Tile(states, weight, bias, activation)
-        shape = (len(counts), weight.shape[0])
-        out = term_weights.new_full(shape, -torch.inf)  # (B, V)
-        needs_grad = any(ctx.needs_input_grad)
-        winner = torch.full(shape if needs_grad else (0,), -1, dtype=torch.int32, device=states.device)
-        for start, stop, segments in _tiles(counts, weight.shape[0]):
-            values = tile.values(start, stop).mul_(term_weights[start:stop, None])  # (n, V)
+        training = grad_enabled and any(ctx.needs_input_grad)
+        decoder, offset = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
+        out = term_weights.new_full((len(counts), len(weight)), -torch.inf)  # (B, V)
+        largest, scale = term_weights.new_ones(2, len(states))  # m and s, (T)
+        if training:
+            first = torch.tensor([0, *accumulate(counts)][:-1], dtype=torch.int32, device=states.device)
+            winner = first.unsqueeze(1).repeat(1, len(weight))  # (B, V), indices of tokens
+        for tokens, segments in _token_tiles(counts, len(weight), _tile_bytes(states)):
+            values = _linear(states[tokens], decoder, offset).to(out.dtype)  # logits, (n, V); then everything in place
+            if activation == "softmax":
+                largest[tokens] = values.amax(1)
+                values.sub_(largest[tokens, None]).exp_()
+                scale[tokens] = 1 / values.sum(1)
+            else:
+                values.relu_().log1p_()
+            values.mul_((term_weights[tokens] * scale[tokens]).unsqueeze(1))
             for text, begin, end in segments:
-                part = values[begin - start : end - start]
-                if needs_grad:
-                    _running_max(part, begin, out[text], winner[text])
+                part = values[begin - tokens.start : end - tokens.start]
+                if training:
+                    best, row = part.max(0)
+                    winner[text] = torch.where(best > out[text], row.int() + begin, winner[text])
                 else:
-                    torch.maximum(out[text], part.amax(0), out=out[text])
-        out[torch.tensor(counts, device=out.device) == 0] = 0.0
-        if needs_grad:
-            ctx.save_for_backward(states, weight, bias, term_weights, winner)
-            ctx.counts, ctx.activation = counts, activation
+                    best = part.amax(0)
+                torch.maximum(out[text], best, out=out[text])
+        if training:
+            ctx.save_for_backward(states, weight, bias, term_weights, out, winner, largest, scale)
+            ctx.counts, ctx.softmax = counts, activation == "softmax"
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, bias, term_weights, winner = ctx.saved_tensors
-        tile = _Tile(states, weight, bias, ctx.activation)
-        grad_states = torch.empty_like(states)
-        grad_weight = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)
-        grad_bias = grad.new_zeros(weight.shape[0])
+        states, weight, bias, term_weights, out, winner, largest, scale = ctx.saved_tensors
+        decoder, offset = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
+        groups = list(_text_groups(ctx.counts))
+        widest = max((tokens.stop - tokens.start for _, tokens in groups), default=1)
+        # Half a tile, as the products make a copy of it.
+        blocks = _slices(len(weight), max(1, _tile_bytes(states) // (8 * widest)))
+        taken = torch.zeros_like(term_weights)  # c, (T)
+        if ctx.softmax:
+            for terms in blocks:
+                _add_by_token(taken, winner[:, terms], grad[:, terms] * out[:, terms])
+        grad_states = torch.zeros_like(states, dtype=grad.dtype)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if bias is not None else None
         grad_terms = torch.zeros_like(term_weights)
-        for start, stop, segments in _tiles(ctx.counts, weight.shape[0]):
-            values = tile.values(start, stop)  # f(logits), (n, V); becomes the gradient of the logits in place
-            for text, begin, end in segments:
-                part, terms = values[begin - start : end - start], term_weights[begin:end]
-                row = winner[text].long() - begin
-                inside = (row >= 0) & (row < end - begin)
-                row.clamp_(0, end - begin - 1)
-                won = part.gather(0, row.unsqueeze(0)).squeeze(0)  # (V): f of each term's winning token
-                gain = torch.where(inside, grad[text], 0.0) * won
-                inner = grad_terms[begin:end].scatter_add_(0, row, gain)  # sum over t of d out[t] f_i[t]
-                # Of a term's tokens only the winner has a gradient of its own; softmax takes from all of a token's.
-                if ctx.activation == "softmax":
-                    own = gain * terms[row]
-                    part.mul_(-(inner * terms).unsqueeze(1))
-                else:  # d log(1 + x) = 1 / (1 + x) = exp(-f) where x > 0
-                    own = torch.where(inside & (won > 0), grad[text], 0.0) * terms[row] * torch.exp(-won)
-                    part.zero_()
-                part.scatter_add_(0, row.unsqueeze(0), own.unsqueeze(0))
-            grad_bias += values.sum(0)
-            logits = values.to(states.dtype)
-            torch.mm(logits, tile.weight, out=grad_states[start:stop])
-            if states.dtype == grad_weight.dtype:
-                grad_weight.addmm_(logits.T, states[start:stop])
-            else:
-                grad_weight += logits.T @ states[start:stop]
-        return (
-            grad_states,
-            grad_weight.to(weight.dtype),
-            None if bias is None else grad_bias.to(bias.dtype),
-            grad_terms,
-            None,
-            None,
-        )
+        for terms in blocks:
+            rows, row_bias = decoder[terms], None if offset is None else offset[terms]  # (v, E) and (v)
+            grad_rows, grad_row_bias = torch.zeros_like(rows, dtype=grad.dtype), grad.new_zeros(len(rows))
+            for texts, tokens in groups:
+                values = _linear(states[tokens], rows, row_bias).to(grad.dtype)  # logits, (n, v)
+                g, won_by = grad[texts, terms], winner[texts, terms]  # (b, v)
+                index = won_by.long() - tokens.start
+                if ctx.softmax:
+                    own = g * out[texts, terms]
+                    won = _softmax_gradient(values, index, own, largest[tokens], scale[tokens], taken[tokens])
+                else:
+                    won = _log1p_relu_gradient(values, index, g * term_weights[tokens][index])
+                _add_by_token(grad_terms, won_by, g * won)
+                grad_row_bias += values.sum(0)
+                values = values.to(states.dtype)
+                grad_states[tokens] += _linear(values, rows.T)
+                if grad_weight is not None:
+                    grad_rows += _linear(values.T, states[tokens].T)
+            if grad_weight is not None:
+                grad_weight[terms] = grad_rows
+            if grad_bias is not None:
+                grad_bias[terms] = grad_row_bias
+        return grad_states.to(states.dtype), grad_weight, grad_bias, grad_terms, None, None, None
 
 
-class _Tile:
-    """f(logits) of a few tokens at a time, in two buffers that are written again and again.
+def _softmax_gradient(
+    logits: Tensor, index: Tensor, own: Tensor, largest: Tensor, scale: Tensor, taken: Tensor
+) -> Tensor:
+    """Turn logits (n, v) into their gradient ``own - c p`` in place, ``own`` (b, v) at the winners of ``index`` (b, v).
 
-    Fresh memory for each tile would cost as much as the passes over it.
+    Returns the winners' p (b, v).
+    """
+    logits.sub_(largest.unsqueeze(1)).exp_()  # p / s
+    won = logits.gather(0, index) * scale[index]
+    logits.mul_(-(taken * scale).unsqueeze(1)).scatter_add_(0, index, own)
+    return won
+
+
+def _log1p_relu_gradient(logits: Tensor, index: Tensor, g: Tensor) -> Tensor:
+    """The same for f = log(1 + relu(logit)), g (b, v) the gradient of f: ``df = 1 / (1 + logit) = exp(-f)``, or 0."""
+    won = logits.gather(0, index).relu_().log1p_()
+    logits.zero_().scatter_(0, index, torch.where(won > 0, g, 0.0) * torch.exp(-won))
+    return won
+
+
+def _add_by_token(total: Tensor, token: Tensor, values: Tensor) -> None:
+    """``total[token] += values``. A block is summed before it is added: one long sum would round worse."""
+    total += torch.zeros_like(total).index_add_(0, token.flatten(), values.flatten())
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, by oneDNN for float32 on a CPU."""
+    if _ONEDNN_LINEAR is not None and torch.backends.mkldnn.enabled and x.is_cpu and x.dtype == torch.float32:
+        return _ONEDNN_LINEAR(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def _tile_bytes(states: Tensor) -> int:
+    return _TILE_BYTES if states.is_cpu else _ACCELERATOR_TILE_BYTES
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _token_tiles(
+    counts: Sequence[int], vocabulary: int, tile_bytes: int
+) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+    """Cut the tokens of all texts into tiles: which tokens, and the texts inside as (text, first token, end)."""
+    ends = list(accumulate(counts))
+    text = 0
+    for tokens in _slices(sum(counts), max(_TILE_TOKENS, tile_bytes // (4 * vocabulary))):
+        segments, begin = [], tokens.start
+        while begin < tokens.stop:
+            end = min(ends[text], tokens.stop)
+            segments.append((text, begin, end))
+            text += end == ends[text]
+            begin = end
+        yield tokens, segments
+
+
+def _text_groups(counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Whole texts together, as many as have `_GROUP_TOKENS` tokens, but at least one: which texts, which tokens."""
+    first = start = stop = 0
+    for text, count in enumerate(counts):
+        stop += count
+        if text + 1 == len(counts) or stop + counts[text + 1] - start > _GROUP_TOKENS:
+            yield slice(first, text + 1), slice(start, stop)
+            first, start = text + 1, stop
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The vocabulary product in fewer bits, for inference
+
+
+# oneDNN's product of int8 with rows packed beforehand: half the time of torch._int_mm, which packs them at every call.
+# As it serves torch's compiler on x86 only, torch._int_mm stands in for it elsewhere.
+_INT8_LINEAR: Any = None
+_INT8_PACK: Any = None
+if "AVX512" in torch.backends.cpu.get_cpu_capability() and hasattr(torch.ops.onednn, "qlinear_pointwise"):
+    _INT8_LINEAR, _INT8_PACK = torch.ops.onednn.qlinear_pointwise, torch.ops.onednn.qlinear_prepack
+
+
+class _QuantisedDecoder:
+    """A decoder (V, E) with a copy of it in int8 or bfloat16, and the logits by either.
+
+    int8: symmetric, with one scale for each row of the decoder and, at each call, one for each token; the product of
+    the whole numbers is exact.
     """
 
-    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.states = states
-        self.weight = weight.to(states.dtype)
-        self.bias = None if bias is None else bias.to(states.dtype)
-        self.activation = activation
-        shape = (min(len(states), _tile_tokens(len(weight))), len(weight))
-        self.logits = states.new_empty(shape)
-        self.activated = states.new_empty(shape, dtype=torch.promote_types(states.dtype, torch.float32))
+    def __init__(self, weight: Tensor, bias: Tensor | None, quantize: str) -> None:
+        _choice("MLMLexicalPooling", "quantize", quantize, QUANTIZE)
+        if quantize == "int8" and not weight.is_cpu:
+            raise ValueError(
+                f"MLMLexicalPooling: quantize='int8' is for the CPU, but the model is on {weight.device}; there take "
+                "quantize='bf16' or 'none'."
+            )
+        self.weight, self.bias, self.quantize = weight, bias, quantize
+        self.version = _version(weight)
+        with torch.no_grad():
+            if quantize == "bf16":
+                self.rows = weight.bfloat16()  # (V, E)
+                return
+            rows, scale = _to_int8(weight)
+            self.rows, self.scale = rows, scale.squeeze(1)  # (V, E), (V)
+            self.packed = None if _INT8_PACK is None else _INT8_PACK(rows, None)
+            self.zeros = torch.zeros(len(rows), dtype=torch.int32)
+            largest = rows.new_full((1, rows.shape[1]), 127)
+            if not torch.allclose(self._product(largest), 127 * rows.sum(1) * self.scale, rtol=1e-4):
+                raise ValueError(
+                    "MLMLexicalPooling: this CPU's int8 product overflows (it has no VNNI), so quantize='int8' would "
+                    "give wrong vectors; take quantize='bf16' or 'none'."
+                )
 
-    def values(self, start: int, stop: int) -> Tensor:
-        """(n, V), float32 from the product on; the next call overwrites it."""
-        logits, values = self.logits[: stop - start], self.activated[: stop - start]
-        if self.bias is None:
-            torch.mm(self.states[start:stop], self.weight.T, out=logits)
+    def is_of(self, weight: Tensor, bias: Tensor | None, quantize: str) -> bool:
+        """Whether this is still the copy of that decoder."""
+        same = self.weight is weight and self.bias is bias and self.quantize == quantize
+        return same and self.version == _version(weight)
+
+    def _product(self, whole: Tensor) -> Tensor:
+        """Products of (n, E) int8 with all rows, times the rows' scales: (n, V), float32."""
+        if self.packed is None:
+            return torch._int_mm(whole, self.rows.T) * self.scale
+        shifted = (whole.to(torch.int16) + 128).to(torch.uint8)  # oneDNN is fast for unsigned numbers only
+        plain: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, no rounding, nothing after it
+        return _INT8_LINEAR(shifted, 1.0, 128, self.packed, self.scale, self.zeros, *plain)
+
+    def approximate(self, states: Tensor) -> Tensor:
+        """Logits of (n, E) by the copy: (n, V), float32."""
+        if self.quantize == "bf16":
+            logits = F.linear(states.bfloat16(), self.rows).float()
         else:
-            torch.addmm(self.bias, self.states[start:stop], self.weight.T, out=logits)
-        if self.activation == "softmax":
-            return torch.softmax(logits, 1, dtype=values.dtype, out=values)
-        return values.copy_(logits).relu_().log1p_()
+            whole, scale = _to_int8(states)
+            logits = self._product(whole).mul_(scale)
+        return logits if self.bias is None else logits.add_(self.bias)
+
+    def exact(self, states: Tensor, ids: Tensor) -> Tensor:
+        """Logits of (n, E) at the terms ``ids`` (K) by the decoder itself: (n, K), float32."""
+        bias = None if self.bias is None else self.bias[ids].float()
+        return _linear(states, self.weight.index_select(0, ids).float(), bias)
+
+    def approximate_at(self, states: Tensor, ids: Tensor) -> Tensor:
+        """What :meth:`approximate` gives at the terms ``ids`` (K): (n, K), float32."""
+        rows = self.rows.index_select(0, ids)
+        if self.quantize == "bf16":
+            logits = F.linear(states.bfloat16(), rows).float()
+        else:
+            whole, scale = _to_int8(states)
+            logits = torch._int_mm(whole, rows.T) * self.scale[ids] * scale
+        return logits if self.bias is None else logits.add_(self.bias[ids])
 
 
-def _running_max(part: Tensor, begin: int, best: Tensor, winner: Tensor) -> None:
-    """Raise ``best`` (V) to the maximum over the rows of ``part``, the first of which is token ``begin``, and note in
-    ``winner`` (V) which token it was; of equal ones the first. NaN stays NaN."""
-    if part.is_cpu:
-        # Row by row in cache: torch.max with indices over the first dimension takes four times as long.
-        for token, row in enumerate(part, start=begin):
-            winner.masked_fill_(row > best, token)
-            torch.maximum(best, row, out=best)
-    else:
-        value, index = part.max(0)
-        winner.copy_(torch.where(value > best, (index + begin).int(), winner))
-        torch.maximum(best, value, out=best)
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Changes when the numbers do: an optimiser's step, other weights loaded, another dtype."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _tile_tokens(vocabulary: int) -> int:
-    return max(1, _TILE_BYTES // (4 * vocabulary))
+def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127, and the scale of each row by which they are to be multiplied."""
+    rows = rows.float()
+    scale = rows.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny * 127) / 127
+    return (rows / scale).round_().to(torch.int8), scale
 
 
-def _tiles(counts: Sequence[int], vocabulary: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-    """Cut the tokens of all texts into tiles: (start, stop, [(text, first token, end)] of the texts inside)."""
-    size = _tile_tokens(vocabulary)
-    bounds, offset = [], 0
-    for text, count in enumerate(counts):
-        bounds.append((text, offset, offset + count))
-        offset += count
-    first = 0
-    for start in range(0, offset, size):
-        stop = min(start + size, offset)
-        while bounds[first][2] <= start:
-            first += 1
-        segments, here = [], first
-        while here < len(bounds) and bounds[here][1] < stop:
-            text, begin, end = bounds[here]
-            if end > begin:
-                segments.append((text, max(begin, start), min(end, stop)))
-            here += 1
-        yield start, stop, segments
+@torch.compiler.disable
+@torch.no_grad()
+def quantised_lexical_max(
+    states: Tensor, decoder: _QuantisedDecoder, term_weights: Tensor, keep: Tensor, activation: str
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """:func:`lexical_max` by logits in fewer bits, and a function that gives the weights of chosen terms.
+
+    The approximate logits a_i choose which terms win, and give each token's log-sum-exp z_i. The logits l_i of the
+    winners are then computed from the decoder as it is, and take the place of their approximations in the sum too, so
+    that no probability exceeds 1: ``Z_i = 1 + sum over winners of exp(l_i - z_i) - exp(a_i - z_i)``, and a winner
+    weighs ``max_i w_i exp(l_i - z_i) / Z_i``. Lost is little but the choice between nearly equal terms. That is for
+    slice maxima; the other aggregations take the approximate weights.
+
+    Args:
+        states, term_weights, keep, activation: As for :func:`lexical_max`.
+        decoder: The decoder with its copy.
+
+    Returns:
+        (B, V) float32, and the function from ids (B, K) to (B, K) float32.
+    """
+    counts = keep.sum(1).tolist()
+    states, weights = states[keep].float(), term_weights[keep].float().unsqueeze(1)  # (T, E), (T, 1)
+    out = weights.new_full((len(counts), len(decoder.weight)), -torch.inf)  # (B, V)
+    shift = torch.zeros_like(weights)  # z, (T, 1)
+    values = out[:0]
+    with torch.autocast(states.device.type, enabled=False):
+        for tokens, segments in _token_tiles(counts, len(decoder.weight), _tile_bytes(states)):
+            values = decoder.approximate(states[tokens])  # (n, V)
+            if activation == "softmax":
+                top = values.amax(1, keepdim=True)
+                total = values.sub_(top).exp_().sum(1, keepdim=True)
+                shift[tokens] = top + total.log()
+                values *= weights[tokens] / total
+            else:
+                values.relu_().log1p_().mul_(weights[tokens])
+            for text, begin, end in segments:
+                if end > begin:
+                    part = values[begin - tokens.start : end - tokens.start]
+                    torch.maximum(out[text], part.amax(0), out=out[text])
+    out[torch.tensor(counts, device=out.device) == 0] = 0.0
+    # A query's approximations are still at hand; of more than one tile they are computed again.
+    kept = values.split(counts) if len(values) == len(states) else [None] * len(counts)
+    parts = list(zip(states.split(counts), weights.split(counts), shift.split(counts), kept, strict=True))
+    return out, partial(_exact_weights, parts, decoder, activation)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _exact_weights(
+    parts: Sequence[tuple[Any, ...]], decoder: _QuantisedDecoder, activation: str, ids: Tensor
+) -> Tensor:
+    """The winners' weights of :func:`quantised_lexical_max`, (B, K) to (B, K), float32.
+
+    Args:
+        parts: Of each text the states (n, E), term weights and log-sum-exps (n, 1), and the approximate weights (n, V)
+            where they are at hand.
+    """
+    result = torch.zeros(ids.shape, device=ids.device)
+    with torch.autocast(ids.device.type, enabled=False):
+        for (states, weights, z, kept), terms, best in zip(parts, ids, result, strict=True):
+            if not len(states):
+                continue
+            exact = decoder.exact(states, terms)  # (n, K)
+            if activation == "softmax":
+                exact.sub_(z).exp_()
+                if kept is None:
+                    copied = decoder.approximate_at(states, terms).sub_(z).exp_()
+                else:
+                    copied = (kept.index_select(1, terms) / weights).nan_to_num_(0)  # 0 / 0 where w = 0
+                # Rounding alone makes the rest of the sum negative, where the winners are nearly all of it.
+                exact /= (1 - copied.sum(1, keepdim=True)).clamp_(min=0) + exact.sum(1, keepdim=True)
+            else:
+                exact.relu_().log1p_()
+            best.copy_(exact.mul_(weights).amax(0))
+    return result
 
 
 # In the package the classes go by the name that a saved model's modules.json gives them, so that the same entry finds

@@ -7,7 +7,7 @@ import reference
 import torch
 import torch.nn.functional as F
 
-from st_aggretriever import MLMLexicalPooling, TokenLexicalPooling
+from st_aggretriever import MLMLexicalPooling, SliceMaxAgg, TokenLexicalPooling
 from st_aggretriever import modules as package_modules
 from st_aggretriever.modules import lexical_max
 
@@ -42,9 +42,16 @@ def plain(given: dict[str, Any], keep: torch.Tensor, activation: str) -> torch.T
     return torch.where(keep.any(1, keepdim=True), best, torch.zeros_like(best))
 
 
-@pytest.fixture(params=[1, 2, 3, 10_000], ids=lambda tokens: f"tile of {tokens}")
+def set_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, vocabulary: int = 11) -> None:
+    """Tiles of so many tokens forward, and backward of as many logits; texts together up to so many tokens."""
+    monkeypatch.setattr(package_modules, "_TILE_BYTES", tokens * 4 * vocabulary)
+    monkeypatch.setattr(package_modules, "_TILE_TOKENS", 1)
+    monkeypatch.setattr(package_modules, "_GROUP_TOKENS", tokens)
+
+
+@pytest.fixture(params=[1, 2, 3, 6, 10_000], ids=lambda tokens: f"tile of {tokens}")
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(package_modules, "_TILE_BYTES", request.param * 4 * 11)
+    set_tile(monkeypatch, request.param)
     return request.param
 
 
@@ -88,12 +95,132 @@ def test_gradients_equal_autograd_on_the_plain_formula(tile: int, mask: str, act
 
 @pytest.mark.parametrize("activation", ["softmax", "log1p_relu"])
 def test_gradcheck_in_float64(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package_modules, "_TILE_BYTES", 2 * 4 * 11)
+    set_tile(monkeypatch, 2)
     given = {name: tensor.requires_grad_() for name, tensor in inputs(dtype=torch.float64).items()}
     keep = torch.tensor(MASKS["right padding"]) != 0
     assert torch.autograd.gradcheck(
         lambda *tensors: lexical_max(*tensors, keep=keep, activation=activation), tuple(given.values())
     )
+
+
+@pytest.mark.parametrize("vocabulary", [8, 9, 11, 12, 15])
+def test_head_and_slices_equal_the_reference_whatever_the_remainder(tile: int, vocabulary: int) -> None:
+    """V mod 2D = 0, 1, 3, 0, 3 at D = 4 and 2D = 8 or, of the last two, D = 6 and 2D = 12."""
+    dim = 4 if vocabulary < 12 else 6
+    given, keep = inputs(vocabulary), torch.tensor(MASKS["holes"]) != 0
+    aggregate = SliceMaxAgg(vocabulary, dim).aggregate
+    logits = F.linear(given["states"].double(), given["weight"].double(), given["bias"].double())
+    result = aggregate(lexical_max(**given, keep=keep, activation="softmax"))
+    for text in range(3):
+        weights = reference.lexical_weights(
+            logits[text].tolist(), given["term_weights"][text].tolist(), keep[text].tolist()
+        )
+        expected = torch.tensor(reference.aggregate(weights, dim, "signed"))
+        torch.testing.assert_close(result[text], expected, rtol=0, atol=1e-6)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs(vocabulary).items()}
+        output = (
+            plain(leaves, keep, "softmax")
+            if dtype == torch.float64
+            else lexical_max(**leaves, keep=keep, activation="softmax")
+        )
+        aggregate(output).square().sum().backward()
+        gradients.append([tensor.grad for tensor in leaves.values()])
+    for found, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "log1p_relu"])
+def test_weight_of_zero_has_the_gradient_of_its_probabilities(activation: str) -> None:
+    """``d (w p) / dw = p``, also at w = 0, where the output doesn't tell p."""
+    gradients = []
+    for function in (lexical_max, plain):
+        given = inputs()
+        given["term_weights"] = torch.zeros(3, 5)
+        given = {name: tensor.requires_grad_() for name, tensor in given.items()}
+        keep = torch.zeros(3, 5, dtype=torch.bool)
+        keep[:, 1] = True
+        output = (
+            function(given, keep, activation)
+            if function is plain
+            else function(**given, keep=keep, activation=activation)
+        )
+        (output * torch.arange(11.0)).sum().backward()
+        gradients.append(given["term_weights"].grad)
+    assert gradients[1][:, 1].abs().min() > 0.1
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("library", ["oneDNN", "torch"])
+def test_products_of_either_library_are_the_same(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large enough to be cut into blocks, with the rows of a text in several tiles."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(4, 70, 24, generator=generator)
+    weight = torch.randn(301, 24, generator=generator)
+    given = {"states": states, "weight": weight, "bias": torch.randn(301, generator=generator)}
+    given["term_weights"] = torch.randn(4, 70, generator=generator)
+    keep = torch.rand(4, 70, generator=generator) < 0.7
+    weights = torch.randn(4, 301, generator=generator)
+    set_tile(monkeypatch, 30, 301)
+    if library == "torch":
+        monkeypatch.setattr(package_modules, "_ONEDNN_LINEAR", None)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = {name: tensor.detach().clone().to(dtype).requires_grad_() for name, tensor in given.items()}
+        output = (
+            lexical_max(**leaves, keep=keep, activation="softmax")
+            if dtype == torch.float32
+            else plain(leaves, keep, "softmax")
+        )
+        (output * weights).sum().backward()
+        results.append([output.detach(), *(tensor.grad for tensor in leaves.values())])
+    for found, exact in zip(*results, strict=True):
+        torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_decoder_that_is_frozen_costs_no_product_and_changes_no_other_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = torch.tensor(MASKS["holes"]) != 0
+    gradients, products, linear = [], [], package_modules._linear
+    monkeypatch.setattr(package_modules, "_linear", lambda *given: products.append(1) or linear(*given))
+    for frozen in (False, True):
+        given = {name: tensor.requires_grad_() for name, tensor in inputs().items()}
+        if frozen:
+            given["weight"].requires_grad_(False)
+            given["bias"].requires_grad_(False)
+        products.clear()
+        lexical_max(**given, keep=keep, activation="softmax").square().sum().backward()
+        assert (given["weight"].grad is None) == frozen
+        assert (given["bias"].grad is None) == frozen
+        assert len(products) == (3 if frozen else 4)
+        gradients.append([given["states"].grad, given["term_weights"].grad])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_padding_never_meets_the_decoder(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that are multiplied by the decoder are the tokens that take part."""
+    rows = []
+    linear = package_modules._linear
+
+    def counting(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(len(x))
+        return linear(x, *rest)
+
+    monkeypatch.setattr(package_modules, "_linear", counting)
+    for mask in MASKS.values():
+        rows.clear()
+        lexical_max(**inputs(), keep=torch.tensor(mask) != 0, activation="softmax")
+        assert sum(rows) == torch.tensor(mask).sum()
+
+
+def test_batch_without_any_token_that_takes_part_still_reaches_every_parameter() -> None:
+    """Under DDP a parameter without a gradient stops the run."""
+    given = {name: tensor.requires_grad_() for name, tensor in inputs().items()}
+    output = lexical_max(**given, keep=torch.zeros(3, 5, dtype=torch.bool), activation="softmax")
+    assert output.shape == (3, 11)
+    assert output.eq(0).all()
+    output.sum().backward()
+    assert all(tensor.grad.eq(0).all() for tensor in given.values())
 
 
 def test_decoder_without_bias() -> None:
@@ -128,7 +255,9 @@ def test_negative_weights_are_not_hidden_by_padding() -> None:
         assert lexical_max(**given, keep=torch.tensor(mask) != 0, activation="softmax").lt(0).all()
 
 
-def test_of_equal_maxima_the_first_token_gets_the_gradient() -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 3], ids=lambda tokens: f"tile of {tokens}")
+def test_of_equal_maxima_the_first_token_gets_the_gradient(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_tile(monkeypatch, tokens, 2)
     states = torch.ones(1, 3, 2, requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     output = lexical_max(states, weight, None, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), "softmax")
@@ -155,9 +284,13 @@ def test_half_precision_ends_in_float32(dtype: torch.dtype) -> None:
     assert output.dtype == torch.float32
     exact = plain({name: tensor.float() for name, tensor in given.items()}, keep, "softmax")
     torch.testing.assert_close(output, exact, rtol=0.05, atol=0.01)
-    output.sum().backward()
+    weights = torch.randn(3, 11, generator=torch.Generator().manual_seed(1))
+    (output * weights).sum().backward()
     assert all(tensor.grad.dtype == tensor.dtype for tensor in given.values())
-    assert all(tensor.grad.isfinite().all() for tensor in given.values())
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+    (plain(leaves, keep, "softmax") * weights).sum().backward()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(given[name].grad.double(), leaf.grad, rtol=0.1, atol=0.02)
 
 
 def test_autocast_takes_the_product_in_half_and_keeps_gradients() -> None:
@@ -296,7 +429,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_no_array_of_texts_times_tokens_times_vocabulary_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, tokens, vocabulary, tile = 128, 512, 1000, 64
+    texts, tokens, vocabulary, tile = 24, 512, 1000, 64
     monkeypatch.setattr(package_modules, "_TILE_BYTES", tile * 4 * vocabulary)
     states = torch.randn(texts, tokens, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=True)
