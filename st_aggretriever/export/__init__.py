@@ -1,0 +1,1 @@
+"""Aggretrievers for other programs, one format a file."""
