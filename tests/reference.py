@@ -77,9 +77,40 @@ def aggregate(lexical: list[float], dim: int, aggregation: str, remainder: str =
     return result
 
 
-def negative_log_likelihood(queries: list[list[float]], passages: list[list[float]], scale: float = 1.0) -> float:
-    """Mean over queries of ``-log softmax(scale q . p)[own positive]``; passage i is query i's positive."""
+def negative_log_likelihood(
+    queries: list[list[float]],
+    passages: list[list[float]],
+    scale: float = 1.0,
+    left_out: dict[int, set[int]] | None = None,
+) -> float:
+    """Mean over queries of ``-log softmax(scale q . p)[own positive]``; passage i is query i's positive.
+
+    The softmax of query i is over the passages that are not in ``left_out[i]``.
+    """
     losses = []
     for index, query in enumerate(queries):
-        losses.append(-math.log(softmax([scale * dot(query, passage) for passage in passages])[index]))
+        without = (left_out or {}).get(index, set())
+        kept = [position for position in range(len(passages)) if position not in without]
+        shares = softmax([scale * dot(query, passages[position]) for position in kept])
+        losses.append(-math.log(shares[kept.index(index)]))
     return math.fsum(losses) / len(losses)
+
+
+def fold(lexical: list[float], dim: int, signed: bool = True) -> list[float]:
+    """Of the slices n, n + dim, n + 2 dim, ... the largest magnitude (of equal ones the negative), or the maximum."""
+    meeting = [lexical[slice_::dim] for slice_ in range(dim)]
+    if not signed:
+        return [max(values) for values in meeting]
+    return [max(values, key=lambda value: (abs(value), math.copysign(1.0, -value))) for values in meeting]
+
+
+def listwise_kl(teacher: list[float], student: list[float], temperature: float) -> float:
+    """``T^2 sum_k p_k log(p_k / q_k)`` with ``p = softmax(teacher / T)``, ``q = softmax(student / T)``."""
+    p, q = (softmax([score / temperature for score in scores]) for scores in (teacher, student))
+    return temperature**2 * math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def margin_mse(teacher: list[float], student: list[float]) -> float:
+    """Mean over the negatives of the squared difference of the margins ``s_0 - s_k`` and ``t_0 - t_k``."""
+    errors = [(student[0] - s) - (teacher[0] - t) for s, t in zip(student[1:], teacher[1:], strict=True)]
+    return math.fsum(error * error for error in errors) / len(errors)
