@@ -108,7 +108,7 @@ def trained_mean(args: argparse.Namespace) -> SentenceTransformer:
     """The usual recipe: mean pooling, in-batch softmax over cosine times 20."""
     from datasets import Dataset
 
-    from st_aggretriever.training import read_columns
+    from st_aggretriever.readers.pairs import read_pairs
 
     folder = args.output / "mean"
     if folder.exists():
@@ -129,7 +129,8 @@ def trained_mean(args: argparse.Namespace) -> SentenceTransformer:
         save_strategy="no",
         report_to="none",
     )
-    columns = read_columns(args.pairs, None).columns
+    pairs = [pair for path in args.pairs for pair in read_pairs(path)]
+    columns = {name: [pair[name] for pair in pairs] for name in ("query", "passage")}
     loss = MultipleNegativesRankingLoss(model)
     torch.manual_seed(args.seed)
     SentenceTransformerTrainer(model, arguments, train_dataset=Dataset.from_dict(columns), loss=loss).train()

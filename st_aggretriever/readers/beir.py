@@ -1,4 +1,4 @@
-"""BEIR folders: ``corpus.jsonl``, ``queries.jsonl`` (either may be gzip) and ``qrels/SPLIT.tsv``."""
+"""BEIR folders: ``corpus.jsonl``, ``queries.jsonl`` (each may be compressed) and ``qrels/SPLIT.tsv``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from st_aggretriever.readers.judged import JudgedSource
+from st_aggretriever.readers.store import BadRows, Passages
 from st_aggretriever.readers.text import find_text, id_of, join_title, read_jsonl, read_lines, text_of
 
 QRELS_HEADER = ["query-id", "corpus-id", "score"]
@@ -110,3 +112,18 @@ def _qrels_path(folder: Path, split: str) -> Path:
         found = sorted({path.name.split(".tsv")[0] for path in (folder / "qrels").glob("*.tsv*")})
         there = f"It has {', '.join(found)}." if found else f"{folder / 'qrels'} holds no .tsv file."
         raise FileNotFoundError(f"{folder} has no qrels/{split}.tsv. {there}") from None
+
+
+def open_training(folder: str | Path, split: str, bad: BadRows) -> JudgedSource:
+    """A row for each judgement of 1 and more of one split, without negatives.
+
+    Raises:
+        FileNotFoundError: A part of the folder is missing.
+        ValueError: A bad line; in the corpus, one more than ``bad`` allows.
+    """
+    queries = read_queries(folder)
+    path = _qrels_path(Path(folder), split)
+    qrels = read_qrels_file(path, queries)
+    passages = Passages(find_text(folder, "corpus.jsonl"), bad)
+    texts = (find_text(folder, "queries.jsonl"), queries)
+    return JudgedSource(str(folder), texts, passages, bad, form="BEIR", qrels=(path, qrels))

@@ -1,4 +1,4 @@
-"""DPR's files for open-domain question answering: Wikipedia passages, and questions with their answers."""
+"""DPR's files: Wikipedia passages, questions with their answers, and training rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from st_aggretriever.readers.rows import Example
+from st_aggretriever.readers.rows import Passage as TrainingPassage
 from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, text_of
 
 PASSAGES_HEADER = ["id", "text", "title"]
@@ -104,3 +106,35 @@ def _from_columns(where: str, line: str) -> Question:
         return _question({"question": question, "answers": answers})
     except (ValueError, SyntaxError, IndexError, TypeError):
         raise ValueError(f"{where}: expected question<tab>['answer', ...], got {line[:200]!r}.") from None
+
+
+def parse_training(record: dict[str, Any]) -> Example:
+    """A row of DPR's training files: ``question``, ``positive_ctxs`` and ``hard_negative_ctxs``.
+
+    The contexts' own scores are those of the search that found them, not of a teacher, and are left alone.
+
+    Raises:
+        ValueError: No question, or contexts of another form.
+    """
+    if "question" not in record:
+        raise ValueError(f"expected a field 'question', got {', '.join(map(repr, record))}.")
+    return Example(
+        text_of(record, "question").strip(),
+        _contexts(record, "positive_ctxs"),
+        _contexts(record, "hard_negative_ctxs"),
+    )
+
+
+def _contexts(record: dict[str, Any], field: str) -> list[TrainingPassage]:
+    found = record.get(field)
+    if found is None:
+        found = []
+    if not isinstance(found, list) or not all(isinstance(context, dict) and "text" in context for context in found):
+        raise ValueError(f"expected a list of objects with 'title' and 'text' in {field!r}.")
+    return [
+        TrainingPassage(
+            join_title(text_of(context, "title"), text_of(context, "text")),
+            id=text_of(context, "passage_id") or text_of(context, "psg_id"),
+        )
+        for context in found
+    ]

@@ -1,11 +1,15 @@
-"""MS MARCO's files: ``id<tab>text`` collections and queries (either may be gzip)."""
+"""MS MARCO's files: ``id<tab>text`` collections and queries, plain or compressed; and a folder of them to train on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from st_aggretriever.readers.text import read_lines, text_of
+from st_aggretriever.readers.beir import read_qrels_file
+from st_aggretriever.readers.judged import JudgedSource
+from st_aggretriever.readers.store import BadRows, Passages, find_first
+from st_aggretriever.readers.text import find_text, read_lines, text_of
 
 
 def read_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
@@ -25,3 +29,28 @@ def read_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{path} line {number}: id {key!r} occurs a second time.")
         seen.add(key)
         yield key, text_of({"text": text}, "text").strip()
+
+
+def open_training(folder: str | Path, split: str, bad: BadRows) -> JudgedSource:
+    """The rows of a folder with MS MARCO's passage files: ``collection.tsv``, queries, and triples of ids or qrels.
+
+    ``queries.SPLIT.tsv`` (or ``queries.tsv``); ``qidpidtriples.SPLIT.full.2.tsv``, ``qidpidtriples.SPLIT.full.tsv``,
+    ``qidpidtriples.SPLIT.small.tsv`` or ``qidpidtriples.tsv``, else ``qrels.SPLIT.tsv`` (or ``qrels.tsv``), without
+    negatives. Each may be compressed.
+
+    Raises:
+        FileNotFoundError: A part of the folder is missing.
+        ValueError: A bad line; in the collection and the triples, one more than ``bad`` allows.
+    """
+    where = find_first(folder, f"queries.{split}.tsv", "queries.tsv")
+    queries = (where, dict(read_tsv(where)))
+    names = (*(f"qidpidtriples.{split}.{kind}.tsv" for kind in ("full.2", "full", "small")), "qidpidtriples.tsv")
+    given = (f"qrels.{split}.tsv", "qrels.tsv")
+    pairs = find_first(folder, *names, *given)
+    passages = Passages(find_text(folder, "collection.tsv"), bad)
+    options: dict[str, Any] = {"form": "MS MARCO"}
+    if pairs.name.startswith("qidpidtriples"):
+        options["triples"] = pairs
+    else:
+        options["qrels"] = (pairs, read_qrels_file(pairs, queries[1]))
+    return JudgedSource(str(folder), queries, passages, bad, **options)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
-from st_aggretriever.readers.text import join_title, read_jsonl, text_of
+from st_aggretriever.readers.rows import Example, Passage
+from st_aggretriever.readers.text import join_title, score_of, text_of
 
-logger = logging.getLogger(__name__)
+QUERY = ("query", "anchor", "question")
+POSITIVE = ("passage", "positive", "answer")
+_NUMBERED = re.compile("negative(_[0-9]+)?")
 
 
 class Pair(TypedDict):
@@ -22,64 +24,99 @@ class Pair(TypedDict):
 
 
 def read_pairs(path: str | Path, *, split: str = "train") -> Iterator[Pair]:
-    """Stream the training pairs of a jsonl(.gz) file or of one split of a BEIR folder.
-
-    A line holds ``query``, ``passage`` (or ``positive``), optional ``title`` (put before the passage with one blank
-    unless empty) and optional ``negatives``: strings, or objects with ``text`` and optional ``title``. A BEIR folder
-    gives one pair for each judgement with a grade of 1 or more, without negatives.
+    """Stream the training pairs of a file or folder of any format that training takes, with all their negatives.
 
     Args:
-        path: the file or folder.
-        split: which qrels of a BEIR folder; ignored for a file.
+        path: See :func:`st_aggretriever.readers.training.open_training_data`.
+        split: Which qrels of a folder; ignored for a file.
 
     Raises:
         FileNotFoundError: no such file, folder or split.
         ValueError: a bad line, with the file and the line number.
     """
-    if Path(path).is_dir():
-        return _read_folder(path, split)
-    return read_jsonl(path, _parse)
+    from st_aggretriever.readers.training import open_training_data
+
+    data = open_training_data([str(path)], split=split, negatives=0)
+    for row in range(len(data)):
+        example = data.example(row)
+        negatives = [data.text_in(row, passage) for passage in example.negatives]
+        for positive in example.positives:
+            yield Pair(query=example.query, passage=data.text_in(row, positive), negatives=negatives)
 
 
-def _parse(record: dict[str, Any]) -> Pair:
-    named = [key for key in ("passage", "positive") if key in record]
-    if "query" not in record or len(named) != 1:
+def parse(record: dict[str, Any]) -> Example:
+    """The row of a record.
+
+    ``query`` (or ``anchor``, ``question``), ``passage`` (or ``positive``, ``answer``) with optional ``title``, and
+    negatives in ``negatives``, ``negative``, ``negative_1``, ``negative_2`` ... Scores of a teacher are ``score`` for
+    the passage and in each negative, or ``scores``, a list of the passage's and the negatives'.
+
+    Raises:
+        ValueError: Other fields, or values of another kind.
+    """
+    query, passage = _one_of(record, QUERY), _one_of(record, POSITIVE)
+    if query is None or passage is None:
         raise ValueError(
             f"expected the fields 'query' and 'passage' (or 'positive'), got {', '.join(map(repr, record)) or 'none'}."
         )
     negatives = record.get("negatives")
     if negatives is None:
-        negatives = []
+        numbered = sorted((name for name in record if _NUMBERED.fullmatch(name)), key=lambda name: (len(name), name))
+        negatives = [record[name] for name in numbered]
     if not isinstance(negatives, list):
         raise ValueError(f"expected a list in 'negatives', got {type(negatives).__name__}.")
-    return Pair(
-        query=text_of(record, "query").strip(),
-        passage=join_title(text_of(record, "title"), text_of(record, named[0])),
-        negatives=[_negative(negative) for negative in negatives],
+    positive = Passage(join_title(text_of(record, "title"), text_of(record, passage)), score=score_of(record, "score"))
+    return _scored(
+        Example(text_of(record, query).strip(), [positive], [_negative(negative) for negative in negatives]), record
     )
 
 
-def _negative(negative: Any) -> str:
+def _one_of(record: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    found = [name for name in names if name in record]
+    return found[0] if len(found) == 1 else None
+
+
+def _scored(example: Example, record: dict[str, Any]) -> Example:
+    """With the scores of a row's ``scores``, where it has them."""
+    if record.get("scores") is None:
+        return example
+    both = (*example.positives, *example.negatives)
+    values = record["scores"]
+    if not isinstance(values, list) or len(values) != len(both):
+        got = f"{len(values)} of them" if isinstance(values, list) else type(values).__name__
+        raise ValueError(f"expected {len(both)} numbers in 'scores', the passage's and the negatives', got {got}.")
+    scored = [
+        passage._replace(score=score_of({"scores": value}, "scores"))
+        for passage, value in zip(both, values, strict=True)
+    ]
+    return Example(example.query, scored[:1], scored[1:])
+
+
+def _negative(negative: Any) -> Passage:
     if isinstance(negative, dict) and "text" in negative:
-        return join_title(text_of(negative, "title"), text_of(negative, "text"))
+        text = join_title(text_of(negative, "title"), text_of(negative, "text"))
+        return Passage(text, score=score_of(negative, "score"))
     if not isinstance(negative, str):
         raise ValueError(f"expected strings or objects with 'text' in 'negatives', got {type(negative).__name__}.")
-    return text_of({"negatives": negative}, "negatives").strip()
+    return Passage(text_of({"negatives": negative}, "negatives").strip())
 
 
-def _read_folder(folder: str | Path, split: str) -> Iterator[Pair]:
-    queries = read_queries(folder)
-    qrels = read_qrels(folder, split, queries)
-    positives = [
-        (query, document) for query, grades in qrels.items() for document, grade in grades.items() if grade > 0
-    ]
-    wanted = {document for _, document in positives}
-    # Only the judged documents stay in memory.
-    texts = {document: text for document, text in read_corpus(folder) if document in wanted}
-    unknown = sum(document not in texts for _, document in positives)
-    if unknown:
-        logger.warning("%s: %d of %d %s pairs left out, their documents are not in the corpus.",
-                       folder, unknown, len(positives), split)  # fmt: skip
-    for query, document in positives:
-        if document in texts:
-            yield Pair(query=queries[query], passage=texts[document], negatives=[])
+def decode_tsv(line: str) -> dict[str, Any]:
+    """The record of a ``query<tab>passage`` line, with any number of further columns as negatives.
+
+    Raises:
+        ValueError: One column only.
+    """
+    query, *passages = line.split("\t")
+    if not passages:
+        raise ValueError(f"expected query<tab>passage, got {line[:200]!r}.")
+    return {"query": query, "passage": passages[0], "negatives": passages[1:]}
+
+
+def refuse_ids(path: str, lines: Sequence[bytes]) -> None:
+    """Raises ValueError where tab-separated lines hold numbers, which are ids, not texts."""
+    if all(field.isdigit() for line in lines for field in line.split()):
+        raise ValueError(
+            f"{path} holds ids, not texts: name the folder in which it lies beside collection.tsv and the queries "
+            "(MS MARCO) or corpus.jsonl and queries.jsonl (BEIR)."
+        )

@@ -1,11 +1,14 @@
-"""Lines of plain and gzip text files, JSON objects with their place in the file, and the text fields in them."""
+"""Lines of plain, gzip and zstd files, JSON objects with their place in the file, and the text fields in them."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
 import hashlib
+import importlib.util
+import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,36 +17,53 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 T = TypeVar("T")
 
+BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading damaged gzip or zstd data raises
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # trec_eval holds ids as C strings in UTF-8: a NUL cuts them short, a lone surrogate has no UTF-8 form.
 _NOT_IN_IDS = re.compile("[\0\ud800-\udfff]")
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Stream ``(line number from 1, line without its end)`` of a UTF-8 file, plain or gzip (told by content).
+    """Stream ``(line number from 1, line without its end)`` of a UTF-8 file, plain, gzip or zstd (told by content).
 
     Raises:
         FileNotFoundError: no file of that name.
-        ValueError: an empty file, a blank line, bytes that are not UTF-8, broken gzip data.
+        ValueError: an empty file, a blank line, bytes that are not UTF-8, broken compressed data.
+        ImportError: zstd data without a package that reads it.
     """
     number = 0
-    with _open(Path(path)) as file:
+    packed = compression_of(path)
+    with open_plain(path) as file:
         try:
             for number, raw in enumerate(file, start=1):
-                if number == 1:
-                    raw = raw.removeprefix(codecs.BOM_UTF8)
-                if not raw.strip():
-                    raise ValueError(f"{path} line {number}: the line is empty. Remove it.")
                 try:
-                    # surrogatepass: a lone surrogate in a text is data; `text_of` replaces it.
-                    line = raw.decode("utf-8", "surrogatepass")
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{path} line {number}: expected UTF-8 text, got {error}.") from None
-                yield number, line.rstrip("\r\n")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} line {number + 1}: broken gzip data ({error}). Fetch the file again.") from None
+                    yield number, decode_line(raw, first=number == 1)
+                except ValueError as error:
+                    raise ValueError(f"{path} line {number}: {error}") from None
+        except BROKEN as error:
+            raise ValueError(
+                f"{path} line {number + 1}: broken {packed} data ({error}). Fetch the file again."
+            ) from None
     if number == 0:
         raise ValueError(f"{path} is empty: expected at least one line.")
+
+
+def decode_line(raw: bytes, *, first: bool = False) -> str:
+    """A line without its end; the first of a file may begin with a byte order mark.
+
+    Raises:
+        ValueError: a blank line, or bytes that are not UTF-8.
+    """
+    if first:
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+    if not raw.strip():
+        raise ValueError("the line is empty. Remove it.")
+    try:
+        # surrogatepass: a lone surrogate in a text is data; `text_of` replaces it.
+        return raw.decode("utf-8", "surrogatepass").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8 text, got {error}.") from None
 
 
 def read_jsonl(path: str | Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
@@ -54,17 +74,27 @@ def read_jsonl(path: str | Path, parse: Callable[[dict[str, Any]], T]) -> Iterat
     """
     for number, line in read_lines(path):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"expected a JSON object, got {type(record).__name__}.")
-            value = parse(record)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path} line {number}: expected a JSON object, got malformed JSON ({error.msg}, column {error.colno})."
-            ) from None
-        except (ValueError, RecursionError) as error:
+            value = parse(json_object(line))
+        except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from None
         yield value
+
+
+def json_object(line: str) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        ValueError: malformed JSON, or another value.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object, got malformed JSON ({error.msg}, column {error.colno}).") from None
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}.")
+    return record
 
 
 def id_of(record: Mapping[str, Any], key: str) -> str:
@@ -103,6 +133,20 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
     return _LONE_SURROGATE.sub("\ufffd", value)
 
 
+def score_of(record: Mapping[str, Any], key: str) -> float | None:
+    """The finite number under ``key``; None where it is missing or null.
+
+    Raises:
+        ValueError: no finite number.
+    """
+    value = record.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"expected a finite number in {key!r}, got {value!r}.")
+    return float(value)
+
+
 def join_title(title: str, text: str) -> str:
     """Title, one blank, text, without blanks at the ends: the document text that BEIR's own models encode.
 
@@ -113,18 +157,18 @@ def join_title(title: str, text: str) -> str:
 
 
 def find_text(folder: str | Path, name: str) -> Path:
-    """``folder/name``, else ``folder/name.gz``.
+    """``folder/name``, else ``folder/name.gz``, else ``folder/name.zst``.
 
     Raises:
-        FileNotFoundError: the folder or both files are missing.
+        FileNotFoundError: the folder or all of these files are missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder: expected one that holds {name}.")
-    for path in (folder / name, folder / f"{name}.gz"):
+    for path in (folder / name, folder / f"{name}.gz", folder / f"{name}.zst"):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{folder} holds neither {name} nor {name}.gz.")
+    raise FileNotFoundError(f"{folder} holds neither {name} nor {name}.gz (or .zst).")
 
 
 def checksum(path: str | Path) -> str:
@@ -136,9 +180,74 @@ def checksum(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _open(path: Path) -> BinaryIO:
+def compression_of(path: str | Path) -> str | None:
+    """``"gzip"``, ``"zstd"`` or None, by the first bytes of a file.
+
+    Raises:
+        FileNotFoundError: no file of that name.
+    """
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file." if path.exists() else f"{path} does not exist.")
     with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.open(path, "rb")) if zipped else path.open("rb")
+        start = file.read(4)
+    return "gzip" if start[:2] == b"\x1f\x8b" else "zstd" if start == b"\x28\xb5\x2f\xfd" else None
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """Open a file to read its uncompressed bytes; broken data raise one of ``BROKEN`` on the way.
+
+    Raises:
+        FileNotFoundError: no file of that name.
+        ImportError: zstd data without a package that reads it.
+    """
+    path = Path(path)
+    packed = compression_of(path)
+    if packed == "gzip":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if packed == "zstd":
+        return cast(BinaryIO, io.BufferedReader(_Zstd(path), 2**20))
+    return path.open("rb")
+
+
+class _Zstd(io.RawIOBase):
+    """The uncompressed bytes of a zstd file, frame after frame; a file that was cut off raises EOFError."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            if importlib.util.find_spec("compression") is not None:  # Python 3.14 brings its own
+                make: Callable[[], Any] = importlib.import_module("compression.zstd").ZstdDecompressor
+            else:
+                make = importlib.import_module("zstandard").ZstdDecompressor().decompressobj
+        except ImportError as error:
+            raise ImportError(
+                f'{path} is compressed by zstd, which needs zstandard: pip install "st-aggretriever[zst]" ({error}).'
+            ) from None
+        self._make, self._frame, self._within = make, make(), False
+        self._file = path.open("rb")
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**18)
+            if self._frame.eof:
+                self._frame, self._within = self._make(), False
+            if not chunk:
+                if self._within:
+                    raise EOFError("the file ends before its end-of-stream marker was reached")
+                return 0
+            self._within = True
+            try:
+                self._ready = self._frame.decompress(chunk)
+            except Exception as error:  # each package has its own class
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,157 @@
+"""Rows that are given by ids: judgements or triples over a collection of passages and a file of queries."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from st_aggretriever.readers.rows import Example, Numbers, Passage
+from st_aggretriever.readers.store import BadRows, Passages, Plain
+from st_aggretriever.readers.text import checksum, decode_line
+
+logger = logging.getLogger(__name__)
+
+
+class JudgedSource:
+    """A row for each relevant passage of a query, or for each run of triples with the same query and positive.
+
+    Args:
+        path: The folder, for sentences.
+        queries: Its queries file and the texts by id, which stay in memory.
+        passages: The collection.
+        bad: Where broken triples are counted.
+        form: The name of the format.
+        qrels: The file of the judgements and, by query and document, the grades; those of 1 and more count.
+        triples: Instead of qrels a file of ``query<tab>positive<tab>negative`` ids. Lines that follow one another with
+            the same query and positive make one row with as many negatives.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        queries: tuple[Path, Mapping[str, str]],
+        passages: Passages,
+        bad: BadRows,
+        *,
+        form: str,
+        qrels: tuple[Path, Mapping[str, Mapping[str, int]]] | None = None,
+        triples: Path | None = None,
+    ) -> None:
+        self.path, self.form, self.scored = path, form, False
+        self._queries, self._passages = queries[1], passages
+        self._row_queries: list[str] = []
+        self._row_positives = array("q")
+        self._starts, self._ends, self._lines = array("q"), array("q"), array("q")  # a row's place in the triples
+        self._triples = Plain(triples) if triples is not None else None
+        self._numbers = Numbers()
+        digest = hashlib.sha256(f"{passages.sha256}{checksum(queries[0])}".encode())
+        if qrels is not None:
+            self.judgements = qrels[0].name
+            self._add_judged(qrels[1])
+            digest.update(checksum(qrels[0]).encode())
+        elif self._triples is not None:
+            self.judgements = self._triples.path.name
+            digest.update(self._add_triples(self._triples, bad).encode())
+        self.sha256 = digest.hexdigest()
+        self._numbers.give(self)
+
+    query_keys: np.ndarray
+    positive_keys: np.ndarray
+    positive_ids: np.ndarray
+    positive_starts: np.ndarray
+    negative_counts: np.ndarray
+
+    def _add_judged(self, qrels: Mapping[str, Mapping[str, int]]) -> None:
+        judged = [(query, key) for query, grades in qrels.items() for key, grade in grades.items() if grade > 0]
+        positions = self._passages.find([key for _, key in judged])
+        for (query, key), position in zip(judged, positions.tolist(), strict=True):
+            if position >= 0:
+                self._add(query, key, position, 0)
+        if unknown := int((positions < 0).sum()):
+            logger.warning("%s: %d of %d %s pairs left out, their documents are not in the corpus.",
+                           self.path, unknown, len(judged), self.judgements.split(".tsv")[0])  # fmt: skip
+
+    def _add_triples(self, triples: Plain, bad: BadRows) -> str:
+        digest = hashlib.sha256()
+        before: tuple[str, str] | None = None
+        for number, start, raw in triples.lines():
+            digest.update(raw)
+            try:
+                query, positive, negative = _ids(raw, number == 1)
+                if positive == negative:
+                    raise ValueError(f"the positive {positive!r} is its own negative. Remove the line.")
+                if (query, positive) != before:
+                    if query not in self._queries:
+                        raise ValueError(f"query {query!r} is not in the queries file.")
+                    position = int(self._passages.find([positive])[0])
+                    if position < 0:
+                        raise ValueError(f"passage {positive!r} is not in the collection.")
+                    self._add(query, positive, position, 0)
+                    self._starts.append(start)
+                    self._ends.append(start)
+                    self._lines.append(number)
+                    before = (query, positive)
+            except ValueError as error:
+                bad.add(str(triples.path), f"{triples.path} line {number}: {error}")
+                before = None  # the row's lines must follow one another
+                continue
+            self._ends[-1] = start + len(raw)
+            self._numbers.negatives[-1] += 1
+        return digest.hexdigest()
+
+    def _add(self, query: str, positive: str, position: int, negatives: int) -> None:
+        self._row_queries.append(query)
+        self._row_positives.append(position)
+        self._numbers.add(self._queries[query], [int(self._passages.keys[position])], [positive], negatives)
+
+    def __len__(self) -> int:
+        return len(self._row_queries)
+
+    def example(self, row: int) -> Example:
+        negatives: list[Passage] = []
+        if self._triples is not None:
+            lines = self._triples.read(self._starts[row], self._ends[row]).splitlines()
+            ids = [_ids(line, self._starts[row] == 0 and not place)[2] for place, line in enumerate(lines)]
+            negatives = self._named(ids, self.where(row))
+        positive = Passage(position=self._row_positives[row])
+        return Example(self._queries[self._row_queries[row]], [positive], negatives)
+
+    def _named(self, ids: Sequence[str], where: str) -> list[Passage]:
+        positions = self._passages.find(ids).tolist()
+        if -1 in positions:
+            raise ValueError(f"{where}: passage {ids[positions.index(-1)]!r} is not in {self._passages.path}.")
+        return [Passage(position=position, id=key) for position, key in zip(positions, ids, strict=True)]
+
+    def where(self, row: int) -> str:
+        if self._triples is not None:
+            return f"{self._triples.path} line {self._lines[row]}"
+        return f"{self.path} {self.judgements} query {self._row_queries[row]}"
+
+    def text(self, passage: Passage) -> str:
+        return passage.text if passage.text is not None else self._passages.text(passage.position)
+
+    def key(self, passage: Passage) -> int:
+        return int(self._passages.keys[passage.position])
+
+    def corpus(self) -> Iterator[tuple[str, Passage]]:
+        for key, text in self._passages.stream():
+            yield key, Passage(text, id=key)
+
+    def passage(self, local: str) -> Passage:
+        return self._named([local], self.path)[0]
+
+    def describe(self) -> dict[str, Any]:
+        return {"format": self.form, "rows of": self.judgements, "passages": len(self._passages)}
+
+
+def _ids(raw: bytes, first: bool) -> tuple[str, str, str]:
+    fields = decode_line(raw, first=first).split()
+    if len(fields) != 3:
+        raise ValueError(f"expected query<tab>positive<tab>negative, three ids, got {raw[:200]!r}.")
+    return fields[0], fields[1], fields[2]

@@ -1,0 +1,464 @@
+"""Training data: every format as rows, read when asked for, the same on every machine and after every restart."""
+
+import gzip
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_runs
+from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
+
+from st_aggretriever import TrainConfig, train
+from st_aggretriever.readers import hub, store
+from st_aggretriever.readers.known import KnownPositivesCollator
+from st_aggretriever.readers.store import BadRows, Passages, Records, key_of
+from st_aggretriever.readers.training import TrainingData, open_training_data
+
+
+def jsonl(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def passage(name: str, **more: Any) -> dict[str, Any]:
+    return {"docid": name, "title": "t", "text": f"text {name}", **more}
+
+
+@pytest.fixture
+def msmarco(tmp_path: Path) -> Path:
+    """Six passages, two queries; the second has two positives."""
+    folder = tmp_path / "marco"
+    folder.mkdir()
+    (folder / "collection.tsv").write_text("".join(f"{number}\tpassage {number}\n" for number in range(6)))
+    (folder / "queries.train.tsv").write_text("10\tten\n20\ttwenty\n")
+    (folder / "qrels.train.tsv").write_text("10 0 1 1\n20 0 2 1\n20 0 3 1\n")
+    return folder
+
+
+PAIR = {"query": "q", "passage": "p", "title": "t", "negatives": ["m", {"text": "n"}]}
+TEVATRON = {"query": "q", "positive_passages": [passage("a")], "negative_passages": [passage("b"), passage("c")]}
+DPR = {
+    "question": "q",
+    "positive_ctxs": [{"title": "t", "text": "p", "score": 1000, "passage_id": "1"}],
+    "hard_negative_ctxs": [{"title": "", "text": "m"}, {"title": "t", "text": "n"}],
+}
+TRIPLET = {"anchor": "q", "positive": "p", "negative": "n"}
+ROWS = {
+    "pairs": (PAIR, ["q", "t p", "m", "n"]),
+    "Tevatron": (TEVATRON, ["q", "t text a", "t text b", "t text c"]),
+    "DPR": (DPR, ["q", "t p", "m", "t n"]),
+    "triplet": (TRIPLET, ["q", "p", "n"]),
+}
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_format_is_told_by_content(tmp_path: Path, form: str) -> None:
+    record, texts = ROWS[form]
+    data = open_training_data([jsonl(tmp_path / "rows", record, record)])
+    assert [list(data.row(row).values()) for row in range(2)] == [texts, texts]
+    assert list(data.row(0)) == data.columns == ["query", "positive", "negative_1", "negative_2"][: len(texts)]
+
+
+def test_one_json_list_reads_like_lines_whatever_stands_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are found in pieces: brackets and quotes in texts, letters of several bytes, items longer than a piece."""
+    texts = ['"}], [{', "ä 語 \U0001f600", "\\", "x" * 3000, "", "last"]
+    records = [{"question": f"q {text}", "positive_ctxs": [{"text": text}]} for text in texts]
+    for indent, escaped in ((4, False), (None, True)):
+        (tmp_path / "dpr.json").write_text(json.dumps(records, indent=indent, ensure_ascii=escaped))
+        for piece in (7, 64, 2**20):
+            monkeypatch.setattr(store, "_CHUNK", piece)
+            data = open_training_data([str(tmp_path / "dpr.json")])
+            assert [data.row(row)["positive"] for row in range(len(texts))] == texts
+    (tmp_path / "dpr.json").write_text(json.dumps(records)[:-40])
+    with pytest.raises(ValueError, match=r"dpr\.json entry 6: expected a JSON list of objects, it breaks off here"):
+        open_training_data([str(tmp_path / "dpr.json")])
+
+
+def test_tab_separated_texts_are_rows_and_ids_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "triples.tsv").write_text("q one\tp one\tn one\nq two\tp two\tn two\n")
+    data = open_training_data([str(tmp_path / "triples.tsv")])
+    assert data.row(1) == {"query": "q two", "positive": "p two", "negative_1": "n two"}
+    (tmp_path / "qidpidtriples.tsv").write_text("1\t2\t3\n")
+    with pytest.raises(ValueError, match="holds ids, not texts: name the folder"):
+        open_training_data([str(tmp_path / "qidpidtriples.tsv")])
+
+
+def test_msmarco_judgements_give_a_row_for_each_positive(msmarco: Path) -> None:
+    data = open_training_data([str(msmarco)])
+    assert [data.row(row) for row in range(3)] == [
+        {"query": "ten", "positive": "passage 1"},
+        {"query": "twenty", "positive": "passage 2"},
+        {"query": "twenty", "positive": "passage 3"},
+    ]
+    assert data.counts == {str(msmarco): 3}
+    assert [text for _, text, _, _ in data.corpus()] == [f"passage {number}" for number in range(6)]
+
+
+def test_msmarco_triples_that_follow_one_another_are_one_row(msmarco: Path) -> None:
+    (msmarco / "qidpidtriples.train.full.2.tsv").write_text(
+        "10\t1\t0\n10\t1\t4\n20\t2\t5\n20\t3\t0\n20\t3\t2\n20\t3\t4\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"triples.*line 3: expected 2 negatives, as in the first row, got 1.*--negatives"
+    ):
+        open_training_data([str(msmarco)])
+    data = open_training_data([str(msmarco)], negatives=1)
+    assert list(data.row(1).values()) == ["twenty", "passage 2", "passage 5"]
+    drawn = set()
+    for epoch in range(30):
+        data.set_epoch(epoch)
+        drawn.add(data.row(2)["negative_1"])
+    assert drawn == {"passage 0", "passage 4"}, "passage 2 is a positive of the same query in another row"
+    with pytest.raises(ValueError, match=r"line 1: expected 3 negatives, or more, got 2"):
+        open_training_data([str(msmarco)], negatives=3)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("10\t1", "three ids"),
+        ("30\t1\t2", "query '30' is not in the queries file"),
+        ("10\t9\t2", "passage '9' is not in the collection"),
+        ("10\t1\t1", "'1' is its own negative"),
+        ("", "the line is empty"),
+    ],
+)
+def test_broken_triple_is_named_and_can_be_left_out(msmarco: Path, line: str, sentence: str) -> None:
+    (msmarco / "qidpidtriples.train.small.tsv").write_text(f"10\t1\t0\n{line}\n20\t2\t5\n")
+    with pytest.raises(ValueError, match=rf"small\.tsv line 2: .*{sentence}"):
+        open_training_data([str(msmarco)])
+    data = open_training_data([str(msmarco)], max_bad_rows=1)
+    assert (len(data), list(data.bad_rows.values())) == (2, [1])
+    assert data.row(1)["negative_1"] == "passage 5"
+
+
+def pack_zstd(data: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, pack_zstd], ids=["gzip", "zstd"])
+@pytest.mark.parametrize("in_memory", [10, 2**20], ids=["disk", "memory"])
+def test_compressed_files_read_like_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes], in_memory: int
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(store, "IN_MEMORY", in_memory)
+    path = Path(jsonl(tmp_path / "rows", *({**PAIR, "query": f"q {number}"} for number in range(50))))
+    plain = path.read_bytes()
+    path.write_bytes(pack(plain))
+    data = open_training_data([str(path)])
+    assert [data.row(row)["query"] for row in (49, 0, 20)] == ["q 49", "q 0", "q 20"]
+    copies = [copy for copy in tmp_path.glob("home/**/*") if copy.is_file()]
+    assert [copy.read_bytes() for copy in copies] == ([plain] if in_memory == 10 else [])
+    # Another content under the same name is another copy.
+    path.write_bytes(pack(plain + plain))
+    assert len(open_training_data([str(path)])) == 100
+    path.write_bytes(pack(plain)[:-9])
+    with pytest.raises(ValueError, match=r"rows: broken (gzip|zstd) data"):
+        open_training_data([str(path)])
+
+
+def test_zstd_without_its_package_names_the_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "compression.zstd", None)
+    with pytest.raises(ImportError, match=r'pip install "st-aggretriever\[zst\]"'):
+        open_training_data([str(tmp_path / "rows.zst")])
+
+
+def test_parquet_and_hub_names_are_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+
+    table = Dataset.from_list([{"query": f"q{number}", "positive": f"p{number}"} for number in range(3)])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    table.to_parquet(tmp_path / "rows.parquet")
+    data = open_training_data([str(tmp_path / "rows.parquet")])
+    assert data.row(2) == {"query": "q2", "positive": "p2"}
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append((args, options)) or table)
+    assert open_training_data(["someone/pairs:config"], split="dev").row(0) == {"query": "q0", "positive": "p0"}
+    assert asked == [(("someone/pairs", "config"), {"split": "dev"})]
+
+
+def test_missing_paths_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere/pairs\.jsonl does not exist"):
+        open_training_data([str(tmp_path / "nowhere" / "pairs.jsonl")])
+    with pytest.raises(FileNotFoundError, match=r"neither corpus\.jsonl \(BEIR\) nor collection\.tsv"):
+        open_training_data([str(tmp_path)])
+
+    def offline(*args: Any, **options: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(FileNotFoundError, match=r"someone/pairs is no file or folder here, .* no network"):
+        hub.Table("someone/pairs", "train")
+
+
+BROKEN = {
+    "malformed": ('{"query": ', "malformed JSON"),
+    "blank": ("", "the line is empty"),
+    "no passage": ('{"query": "q"}', "expected the fields 'query' and 'passage'"),
+    "positive among negatives": ('{"query": "q", "passage": "a  b", "negatives": ["a b "]}', "its own negatives"),
+    "score": ('{"query": "q", "passage": "p", "score": "high"}', "expected a finite number in 'score'"),
+    "scores": ('{"query": "q", "passage": "p", "scores": [1, 2]}', "expected 1 numbers in 'scores'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_rows_are_counted_and_stop_past_the_limit(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line, sentence = BROKEN[case]
+    good = json.dumps({"query": "q", "passage": "p"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{line}\n{good}\n{line}\n{good}\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl line 1: .*{sentence}"):
+        open_training_data([str(path)])
+    with pytest.raises(ValueError, match=rf"line 3: .*{sentence}.* bad row 2; --max-bad-rows allows 1\."):
+        open_training_data([str(path)], max_bad_rows=1)
+    caplog.clear()
+    data = open_training_data([str(path)], max_bad_rows=2)
+    assert (len(data), data.bad_rows, data.describe()[str(path)]["bad_rows"]) == (2, {str(path): 2}, 2)
+    assert [f"line {number}" in record.getMessage() for number, record in zip((1, 3), caplog.records, strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_broken_passages_are_left_out_and_the_others_keep_their_places(tmp_path: Path) -> None:
+    (tmp_path / "collection.tsv").write_bytes(b"\xef\xbb\xbf1\tone\nno tab\n2\ttwo \n\n3\t\xff\n4\tfour")
+    passages = Passages(tmp_path / "collection.tsv", BadRows(3, str))
+    assert list(passages.stream()) == [("1", "one"), ("2", "two"), ("4", "four")]
+    assert passages.find(["4", "2", "no", "1"]).tolist() == [2, 1, -1, 0]
+    assert [(passages.id(place), passages.text(place)) for place in (2, 0, 1)] == [
+        ("4", "four"),
+        ("1", "one"),
+        ("2", "two"),
+    ]
+    (tmp_path / "collection.tsv").write_text("1\tone\n2\ttwo\n1\tother\n")
+    with pytest.raises(ValueError, match="id '1' occurs a second time"):
+        Passages(tmp_path / "collection.tsv", BadRows(0, str))
+
+
+def many(tmp_path: Path, rows: int = 40, negatives: int = 12) -> str:
+    return jsonl(
+        tmp_path / "many.jsonl",
+        *(
+            {"query": f"q{row}", "passage": f"p{row}", "negatives": [f"n{row}.{place}" for place in range(negatives)]}
+            for row in range(rows)
+        ),
+    )
+
+
+def epochs_of(data: TrainingData, epochs: range) -> list[list[dict[str, Any]]]:
+    drawn = []
+    for epoch in epochs:
+        data.set_epoch(epoch)
+        drawn.append([data.row(row) for row in range(len(data))])
+    return drawn
+
+
+def test_negatives_are_drawn_anew_each_epoch_uniformly_and_by_the_seed(tmp_path: Path) -> None:
+    path = many(tmp_path)
+    data = open_training_data([path], negatives=3, seed=7)
+    drawn = epochs_of(data, range(60))
+    for row in (row for epoch in drawn for row in epoch):
+        number = row["query"][1:]
+        names = [row[f"negative_{place}"] for place in (1, 2, 3)]
+        assert row["positive"] == f"p{number}"
+        assert len(set(names)) == 3
+        assert all(name.startswith(f"n{number}.") for name in names)
+    assert drawn[0] != drawn[1]
+    counts = Counter(row[f"negative_{place}"].split(".")[1] for epoch in drawn for row in epoch for place in (1, 2, 3))
+    # 7,200 draws of 12: each 600 times, standard deviation 21.
+    assert all(abs(count - 600) < 110 for count in counts.values())
+    assert epochs_of(open_training_data([path], negatives=3, seed=7), range(2)) == drawn[:2]
+    assert epochs_of(open_training_data([path], negatives=3, seed=8), range(2)) != drawn[:2]
+    data.set_epoch(0)  # any order of asking
+    assert [data.row(row) for row in reversed(range(40))] == drawn[0][::-1]
+
+
+def test_rows_are_the_same_in_another_process(tmp_path: Path) -> None:
+    path = many(tmp_path, rows=5)
+    code = (
+        "import sys, json\nfrom st_aggretriever.readers.training import open_training_data\n"
+        "data = open_training_data([sys.argv[1]], negatives=2, seed=3)\ndata.set_epoch(4)\n"
+        "print(json.dumps([data.row(row) for row in range(5)]), data.sha256)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
+    data = open_training_data([path], negatives=2, seed=3)
+    data.set_epoch(4)
+    assert found == f"{json.dumps([data.row(row) for row in range(5)])} {data.sha256}\n"
+    again = pickle.loads(pickle.dumps(data.subset([3, 1])))
+    assert [again.row(0), again.row(1)] == [data.row(3), data.row(1)]
+
+
+def test_several_positives_of_a_row_take_turns(tmp_path: Path) -> None:
+    record = {"query": "q", "positive_passages": [passage("a"), passage("b")], "negative_passages": [passage("c")]}
+    data = open_training_data([jsonl(tmp_path / "rows", record)])
+    drawn = Counter(epoch[0]["positive"] for epoch in epochs_of(data, range(40)))
+    assert set(drawn) == {"t text a", "t text b"}
+    assert min(drawn.values()) > 8
+
+
+def test_a_positive_of_another_row_is_no_negative(tmp_path: Path) -> None:
+    """By text, blanks apart: two rows of one query, of which each has the other's positive among its negatives."""
+    path = jsonl(
+        tmp_path / "rows",
+        {"query": "q", "passage": "first", "negatives": ["second one", "x", "y"]},
+        {"query": " q ", "passage": "second  one", "negatives": ["first", "z", "y"]},
+        {"query": "other", "passage": "first", "negatives": ["second one", "v", "w"]},
+    )
+    data = open_training_data([path], negatives=2)
+    assert [list(data.row(row).values())[2:] for row in (0, 1)] == [["x", "y"], ["z", "y"]]
+    with pytest.raises(ValueError, match=r"line 1: expected 3 negatives, as in the first row, got 2"):
+        open_training_data([path])
+
+
+def test_teacher_scores_in_the_data_follow_their_passages(tmp_path: Path) -> None:
+    records = [
+        {"query": "a", "passage": "p", "negatives": ["m", "n", "o"], "scores": [9, 3, 2, 1]},
+        {
+            "query": "b",
+            "passage": "p",
+            "score": 8,
+            "negatives": [{"text": t, "score": s} for t, s in (("m", 5), ("n", 4))],
+        },
+    ]
+    path = jsonl(tmp_path / "rows", *records)
+    scores = {"a": {"p": 9, "m": 3, "n": 2, "o": 1}, "b": {"p": 8, "m": 5, "n": 4}}
+    data = open_training_data([path], negatives=2, scores=True)
+    assert data.columns == ["query", "positive", "negative_1", "negative_2", "scores"]
+    for row in (row for epoch in epochs_of(data, range(5)) for row in epoch):
+        texts = [row[name] for name in ("positive", "negative_1", "negative_2")]
+        assert row["scores"] == [scores[row["query"]][text] for text in texts]
+    assert data.dataset()[0:2]["scores"] == [data.row(0)["scores"], data.row(1)["scores"]]
+    assert "scores" not in open_training_data([path], negatives=2).row(0)
+    unscored = jsonl(tmp_path / "unscored", *records, {"query": "c", "passage": "p", "negatives": ["m", "n"]})
+    assert not open_training_data([unscored], negatives=2).has_scores
+    with pytest.raises(ValueError, match=r"unscored: expected a teacher's scores in every row.*--teacher"):
+        open_training_data([unscored], negatives=2, scores=True)
+
+
+def test_batches_equal_those_of_no_duplicates_and_tell_the_data_the_epoch(tmp_path: Path) -> None:
+    from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
+
+    rng = random.Random(0)
+    records = [{"query": f"q{rng.randrange(60)}", "passage": f"p{rng.randrange(60)}"} for _ in range(100)]
+    data = open_training_data([jsonl(tmp_path / "rows", *records)])
+    rows = data.dataset()
+    assert rows[17] == data.row(17)
+    for drop_last in (True, False):
+        options: dict[str, Any] = {"batch_size": 8, "drop_last": drop_last, "seed": 5}
+        ours = data.batch_sampler(rows, generator=torch.Generator(), **options)
+        stock = NoDuplicatesBatchSampler(rows, generator=torch.Generator(), **options)
+        for epoch in (0, 3):
+            ours.set_epoch(epoch)
+            stock.set_epoch(epoch)
+            batches = list(ours)
+            assert batches == list(stock)
+            assert data.epoch == epoch
+            for batch in batches:
+                keys = [key for row in batch for key in set(data.keys(row))]
+                assert len(keys) == len(set(keys))
+
+
+def test_batches_keep_apart_by_all_positives_of_a_row_but_not_by_negatives(tmp_path: Path) -> None:
+    shared = [passage("hub")]
+    records = [
+        {"query": f"q{n}", "positive_passages": [passage(f"a{n}"), passage(f"a{n // 2}")], "negative_passages": shared}
+        for n in range(8)
+    ]
+    data = open_training_data([jsonl(tmp_path / "rows", *records)])
+    batches = list(data.batch_sampler(data.dataset(), batch_size=4, drop_last=False, generator=torch.Generator()))
+    assert sorted(row for batch in batches for row in batch) == list(range(8))
+    for batch in batches:
+        seen = [key for row in batch for key in set(data.keys(row))]
+        assert len(seen) == len(set(seen))
+    assert max(map(len, batches)) > 1, "all share their negative"
+
+
+def test_subset_draws_what_its_rows_draw_in_the_whole(tmp_path: Path) -> None:
+    data = open_training_data([many(tmp_path)], negatives=2)
+    some = data.subset([7, 30])
+    assert [some.row(0), some.row(1)] == [data.row(7), data.row(30)]
+    assert (len(some), list(some.counts.values()), some.sha256) == (2, [2], data.sha256)
+    assert some.keys(1) == data.keys(30)
+    some.set_epoch(1)
+    assert (some.row(0) != data.row(7), data.epoch) == (True, 0)
+    with pytest.raises(IndexError):
+        some.row(2)
+
+
+def test_sha256_changes_with_any_file_that_is_read(msmarco: Path) -> None:
+    before = open_training_data([str(msmarco)]).sha256
+    assert open_training_data([str(msmarco)]).sha256 == before
+    for name in ("collection.tsv", "queries.train.tsv", "qrels.train.tsv"):
+        content = (msmarco / name).read_text()
+        (msmarco / name).write_text(content.rstrip("\n") + ("\n10 0 4 1\n" if "qrels" in name else " more\n"))
+        assert open_training_data([str(msmarco)]).sha256 != before
+        (msmarco / name).write_text(content)
+
+
+def test_records_are_read_at_their_places(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows", *({"n": number, "é": "ü" * number} for number in range(30)))
+    records = Records(path)
+    assert len(list(records.scan(BadRows(0, str)))) == 30
+    assert records[17] == {"n": 17, "é": "ü" * 17}
+    assert records.where(17).endswith("rows line 18")
+    assert key_of(" a\tb\n") == key_of("a b") != key_of("ab")
+
+
+def test_a_batch_tells_the_loss_of_positives_that_are_not_in_it(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "rows",
+        {"query": "a", "passage": "one", "negatives": ["x"]},
+        {"query": "a", "passage": "two", "negatives": ["y"]},
+        {"query": "b", "passage": "three", "negatives": [" two"]},
+    )
+    data = open_training_data([path])
+    rows = [data.row(0), data.row(2)]
+    batch = KnownPositivesCollator(lambda rows: {"query_input_ids": len(rows)}, data)(rows)
+    known, positives, negatives = (
+        batch[name].tolist() for name in ("query_known_positives", "positive_text_id", "negative_1_text_id")
+    )
+    assert (batch["query_input_ids"], len(known[0]), len(known[1])) == (2, 2, 2)
+    assert set(known[0]) == {positives[0], negatives[1]}, "the negative of b is a positive of a, in a row elsewhere"
+    assert known[1] == [positives[1], -1]
+    assert negatives[0] not in {*known[0], *known[1]}
+    assert min(*positives, *negatives) >= 0
+    alone = open_training_data([jsonl(tmp_path / "alone", {"query": "a", "passage": "one", "negatives": ["x"]})])
+    assert KnownPositivesCollator(lambda rows: {}, alone)([alone.row(0)]) == {}
+    with_labels = KnownPositivesCollator(SentenceTransformerDataCollator(preprocess_fn=dict), data)
+    assert "scores" in with_labels.valid_label_columns
+
+
+def test_training_on_queries_with_several_positives_runs_by_every_loss(tiny_bert: str, tmp_path: Path) -> None:
+    rows = training_runs.make_rows(12, negatives=2)
+    again = [{**row, "passage": f"{row['passage']} again"} for row in rows[:4]]
+    path = training_runs.write_rows(tmp_path / "rows.jsonl", rows + again)
+    for name, options in (("plain", {}), ("cached", {"mini_batch_size": 3})):
+        settings: dict[str, Any] = {"model": tiny_bert, "pairs": [path], "output": str(tmp_path / name), "max_steps": 2}
+        train(TrainConfig(**settings, lexical_dim=16, cls_dim=8, batch_size=4, device="cpu", **options))
+        assert (tmp_path / name / "train.json").is_file()
+
+
+def test_a_copy_is_stale_when_the_file_was_written_again_at_the_same_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(store, "IN_MEMORY", 10)
+    path = tmp_path / "rows.gz"
+    for number, text in enumerate(("old", "new")):
+        path.write_bytes(gzip.compress(json.dumps({"query": "q", "passage": text}).encode() + b"\n", 0))
+        os.utime(path, ns=(number, number))
+        assert open_training_data([str(path)]).row(0)["positive"] == text
