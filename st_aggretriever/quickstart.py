@@ -96,8 +96,9 @@ def quickstart(
         options = arm.options(cls_dim, lexical_dim)
         if arm.trained:
             yield f"training {arm.name}, model {list(ARMS).index(key)} of {len(ARMS) - 1}"
+            resume = (home / key).exists() or (home / f"{key}.partial").exists()
             config = TrainConfig(
-                model=backbone, output=str(home / key), resume=True, save_steps=0, **settings, **options
+                model=backbone, output=str(home / key), resume=resume, save_steps=0, **settings, **options
             )
             encoder = train(config)
         else:

@@ -1,208 +1,164 @@
-"""Train an Aggretriever on pairs: the settings, the run, and its result on disk."""
+"""Train an Aggretriever: from settings to a model on disk, by one process or several, and on after an interruption."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import version
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from st_aggretriever.config import FREE, TrainConfig, default_of
+from st_aggretriever.versions import versions
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
+    from sentence_transformers.base.evaluation import BaseEvaluator
 
+    from st_aggretriever.readers.training import TrainingData
     from st_aggretriever.trainer import AggretrieverTrainer
 
 RECORD = "train.json"
 SMALL_BACKBONE = 20_000_000  # parameters: below it the published learning rate of 5e-6 is far too low
-# Settings that a resumed run may change: they don't touch the weights.
-_FREE = {"output", "pairs", "resume", "save_steps", "logging_steps"}
 
 
-def _option(
-    help: str,
-    default: Any = None,
-    *,
-    shown: Any = None,
-    least: float | None = None,
-    above: float | None = None,
-    below: float = math.inf,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """A setting of TrainConfig with its description, its range, and the default to show where ``default`` is None."""
-    shown = default if shown is None else shown
-    limits = {"help": help, "shown": shown, "least": least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata=limits)
-
-
-def _build_option(help: str, shown: Any) -> Any:
-    """An argument of ``build_aggretriever``; None leaves it at the default there, and so at a trained model's own."""
-    return field(default=None, metadata={"help": help, "shown": shown, "build": True})
-
-
-@dataclass(kw_only=True)
-class TrainConfig:
-    """The settings of :func:`train`, each also a flag of ``st-aggretriever train``.
-
-    ``TrainConfig.__dataclass_fields__[name].metadata["help"]`` describes a field. The fields from ``pooling`` to
-    ``document_prompt`` are those of :func:`build_aggretriever`; they are None where not given.
-
-    Raises:
-        ValueError: A value is out of its range.
-    """
-
-    model: str = field(
-        metadata={"help": "masked language model to start from, or an Aggretriever to train further: folder or Hub id"}
-    )
-    pairs: list[str] = field(
-        metadata={"help": "jsonl or jsonl.gz files with query, passage, optional title and negatives; or BEIR folders"}
-    )
-    output: str = field(metadata={"help": "folder for the trained model; must be absent or empty"})
-
-    pooling: str | None = _build_option("mlm, tokens, cls, mean or mean+cls", "mlm")
-    lexical_dim: int | None = _build_option("D, width of the lexical part; 0 leaves it away", 640)
-    cls_dim: int | None = _build_option("C, width of the [CLS] part; 0 leaves it away", 128)
-    query_length: int | None = _build_option("longest query in tokens", 32)
-    document_length: int | None = _build_option("longest document in tokens", 128)
-    aggregation: str | None = _build_option("signed, positive, mean, linear or none", "signed")
-    term_weight: str | None = _build_option("abs, identity or none", "abs")
-    activation: str | None = _build_option("softmax or log1p_relu", "softmax")
-    slicing: str | None = _build_option("strided or random", "strided")
-    remainder: str | None = _build_option("pad or drop", "pad")
-    excluded_tokens: str | None = _build_option("tokens kept out of the max: cls, special or none", "cls")
-    include_prompt: bool | None = _build_option("let the tokens of a prompt into the max", False)
-    mlm_head_from: str | None = _build_option("folder or Hub id whose MLM head an encoder without one takes over", None)
-    query_prompt: str | None = _build_option("text put before each query", "")
-    document_prompt: str | None = _build_option("text put before each document", "")
-
-    lexical_weight: float = _option("weight of the lexical part's loss", 0.5, least=0)
-    cls_weight: float = _option("weight of the [CLS] part's loss", 0.5, least=0)
-    scale: float = _option("factor on the scores in the loss, an inverse temperature", 1.0, above=0)
-    epochs: float = _option("passes over the pairs", 3.0, above=0)
-    max_steps: int = _option("stop after so many steps instead of epochs; 0 goes by epochs", 0, least=0)
-    batch_size: int = _option("pairs in a step, at least 2; all their passages serve as negatives", 32, least=2)
-    learning_rate: float | None = _option(
-        "peak learning rate", shown="5e-6, or 1e-4 for backbones under 20 M parameters", above=0
-    )
-    head_learning_rate: float | None = _option(
-        "peak learning rate of all modules but the encoder",
-        shown="learning_rate; for backbones under 20 M parameters with new heads ten times that",
-        above=0,
-    )
-    warmup_ratio: float = _option(
-        "share of the steps with a rising learning rate; it then falls to 0", 0.1, least=0, below=1
-    )
-    negatives: int | None = _option(
-        "use the first N hard negatives of each row", shown="all, which must be as many in every row", least=0
-    )
-    precision: str = _option(
-        "arithmetic of the encoder; auto takes, on a GPU, bf16 where it has that, else fp16; on a CPU fp32",
-        "auto",
-        choices=("auto", "fp32", "bf16", "fp16"),
-    )
-    device: str = _option("auto takes a GPU if there is one", "auto", choices=("auto", "cpu", "cuda"))
-    seed: int = _option("of new weights, order of the pairs and dropout", 0, least=0, below=2**32)
-    save_steps: int = _option(
-        "steps between two checkpoints in OUTPUT.partial, of which the last two stay; 0 writes none", 500, least=0
-    )
-    logging_steps: int = _option("steps between two lines with the losses", 10, least=1)
-    resume: bool = _option("go on from the last checkpoint, or start where there is none", False)
-
-    def __post_init__(self) -> None:
-        pairs = [self.pairs] if isinstance(self.pairs, (str, os.PathLike)) else self.pairs
-        self.pairs = [os.fspath(path) for path in pairs]
-        self.model, self.output = os.fspath(self.model), os.fspath(self.output)
-        self.mlm_head_from = self.mlm_head_from and os.fspath(self.mlm_head_from)
-        if not self.pairs:
-            raise ValueError("TrainConfig: pairs must name at least one file or folder, got none.")
-        for option in fields(self):
-            _check_range(option.name, getattr(self, option.name), option.metadata)
-
-
-def _check_range(name: str, value: Any, limits: Any) -> None:
-    least, above, below, choices = (limits.get(key) for key in ("least", "above", "below", "choices"))
-    if choices is not None and value not in choices:
-        raise ValueError(f"TrainConfig: {name} must be one of {', '.join(choices)}, got {value!r}.")
-    if value is None or (least is None and above is None):
-        return
-    if not (value >= least if least is not None else value > above) or not value < below:
-        lower = f"at least {least}" if least is not None else f"above {above}"
-        upper = "finite" if below == math.inf else f"below {below}"
-        raise ValueError(f"TrainConfig: {name} must be {lower} and {upper}, got {value}.")
-
-
-def train(config: TrainConfig) -> SentenceTransformer:
-    """Train by ``config`` and write the model, with ``train.json`` (settings, data, losses) beside it, to its output.
+def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> SentenceTransformer:
+    """Train by ``config`` and write the model to its output, with ``train.json`` (settings, data, losses) and a report.
 
     While the run lasts, its checkpoints lie in ``OUTPUT.partial``; ``output`` appears as a whole at the end. On one
     machine the same settings and pairs give the same weights, bit for bit on a CPU, also when the run is interrupted
-    and resumed.
+    and resumed. Under ``torchrun`` or ``accelerate launch`` each process takes its own batches, and the first writes.
+
+    Args:
+        config: The settings.
+        evaluator: Judges the model every ``config.eval_steps`` steps in place of ``dev_data`` and ``dev_share``, by its
+            ``primary_metric``; for instance sentence-transformers' ``NanoBEIREvaluator``.
 
     Returns:
-        The trained model.
+        The trained model; after evaluations, with the weights of the best one.
 
     Raises:
         ValueError: A setting, a pair or the starting model doesn't fit; the output or ``OUTPUT.partial`` is in the
             way; the resumed run had other settings or pairs; the training diverged.
         OSError: A file can't be read or written, or the starting model isn't found.
-        ImportError: The ``train`` extra is not installed.
+        ImportError: The ``train`` extra, or what a setting needs, is not installed.
         KeyboardInterrupt: It was interrupted; the message says where the checkpoints lie.
 
     Example:
         >>> config = TrainConfig(model="distilbert-base-uncased", pairs=["pairs.jsonl"], output="agg")
         >>> model = train(config)  # doctest: +SKIP
     """
-    _check_environment()
+    _check_environment(config, evaluator)
     output = Path(config.output).resolve()
     working = output.with_name(output.name + ".partial")
     finished = config.resume and (output / RECORD).is_file()
-    if not finished:
+    if not finished and is_first():
         _check_output(output, working, config.resume)
-    data = read_columns(config.pairs, config.negatives)
-    start = {"config": asdict(config), "pairs": data.counts, "pairs_sha256": data.sha256}
+    data = _open_data(config)
+    start = {
+        "config": asdict(config),
+        "evaluator": None if evaluator is None else type(evaluator).__name__,
+        "processes": processes(),
+        "pairs": data.counts,
+        "pairs_sha256": data.sha256,
+    }
     if finished:
         return _finished(start, output)
-    if len(data.columns["query"]) < config.batch_size:
+    if config.resume and not working.exists():
+        say(f"nothing to resume in {working}, a new run starts")
+    data, evaluator = _development_set(config, data, evaluator)
+    if len(data) < config.batch_size * processes():
+        together = "" if processes() == 1 else f" for {processes()} processes"
         raise ValueError(
-            f"train: batch_size must be at most the number of pairs, {len(data.columns['query'])}, got "
-            f"{config.batch_size}."
+            f"train: batch_size must be at most the number of pairs, {len(data)}{together}, got {config.batch_size}."
         )
-    model, is_new = _starting_model(config)
-    resolved = _resolve(config, model, is_new, len(data.columns["query"]))
+    model, is_new = starting_model(config)
+    resolved = _resolve(config, model, is_new, len(data))
+    args = _arguments(config, resolved, model, data, working, evaluator)
+    data, taught_by = _teach(config, resolved, data, args)
     with _working_folder(working, start) as checkpoint:
-        trainer = _trainer(config, resolved, model, data.columns, working)
+        trainer = _trainer(config, resolved, model, data, args, evaluator)
+        _say_start(config, resolved, is_new, len(data), checkpoint)
         began = time.monotonic()
         trainer.fit(checkpoint)
         _check_result(trainer, resolved["steps"])
+        if config.lora_rank:
+            _merge(model)
         record = {
             **start,
+            "data": data.describe(),
+            "teacher": taught_by,
             "resolved": resolved,
+            "steps": trainer.state.global_step,
+            "best_step": trainer.state.best_global_step,
             "steps_before_resuming": int(checkpoint.rpartition("-")[2]) if checkpoint else 0,
             "seconds": round(time.monotonic() - began, 1),
-            "versions": _versions(),
+            "memory": _peak_memory(resolved),
+            "versions": versions(),
             "losses": [entry for entry in trainer.state.log_history if "loss" in entry],
+            "dev": _dev_figures(trainer),
         }
-        _write_model(model, record, working / "model", output)
-    shutil.rmtree(working, ignore_errors=True)
+        if is_first():
+            _write_model(model, record, working, output)
+        trainer.accelerator.wait_for_everyone()  # It returns when the output is there, in every process.
+    if is_first():
+        shutil.rmtree(working, ignore_errors=True)
     return model
 
 
-def _check_environment() -> None:
+def processes() -> int:
+    """How many processes train together, as torchrun and accelerate say it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return processes() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def say(line: str) -> None:
+    """One line on stderr, once for all processes."""
+    if is_first():
+        print(f"train: {line}", file=sys.stderr, flush=True)
+
+
+def _check_environment(config: TrainConfig, evaluator: BaseEvaluator | None) -> None:
     missing = [name for name in ("datasets", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f'train: {" and ".join(missing)} not installed: pip install "st-aggretriever[train]".')
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("train: one process only, got WORLD_SIZE > 1. Start it without torchrun.")
+    if config.lora_rank and importlib.util.find_spec("peft") is None:
+        raise ImportError("train: lora_rank needs peft: pip install peft.")
+    if config.has_dev_set:
+        if evaluator is not None:
+            raise ValueError("train: dev_data or dev_share and an evaluator are two development sets. Give one.")
+        from st_aggretriever.evaluation.metrics import import_pytrec_eval
+
+        import_pytrec_eval()
+    elif evaluator is None and config.patience:
+        raise ValueError("train: patience needs a development set: give dev_data or dev_share.")
+    if config.report_to:
+        _check_integrations(config.report_to)
+
+
+def _check_integrations(names: list[str]) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in available:
+            raise ImportError(
+                f"train: report_to {name!r} is not installed (pip install {name}), or none of transformers' "
+                f"integrations; here are {', '.join(available) or 'none'}."
+            )
 
 
 def _check_output(output: Path, working: Path, resume: bool) -> None:
@@ -222,56 +178,54 @@ def _check_output(output: Path, working: Path, resume: bool) -> None:
 # Data and model
 
 
-class Data(NamedTuple):
-    """Training pairs as columns of equal length."""
+def _open_data(config: TrainConfig) -> TrainingData:
+    from st_aggretriever.readers.training import open_training_data
 
-    columns: dict[str, list[str]]  # query, passage, negative_1, ..., negative_n
-    counts: dict[str, int]  # pairs by file
-    sha256: str  # of all texts in order
-
-
-def read_columns(paths: list[str], negatives: int | None) -> Data:
-    """Read all pairs, with the first ``negatives`` hard negatives of each; None takes all, the same number in each row.
-
-    Raises:
-        FileNotFoundError: No such file or folder.
-        ValueError: A bad or empty file, or a row with too few (or other than the first row's number of) negatives, or
-            with its passage among them, by file and line.
-    """
-    from st_aggretriever.readers.pairs import read_pairs
-
-    rows: list[list[str]] = []
-    counts: dict[str, int] = {}
-    digest = hashlib.sha256()
-    for path in paths:
-        before = len(rows)
-        for number, pair in enumerate(read_pairs(path), start=1):
-            where = f"{path} {'pair' if Path(path).is_dir() else 'line'} {number}"
-            wanted = len(rows[0]) - 2 if negatives is None and rows else negatives
-            rows.append([pair["query"], pair["passage"], *_negatives(pair, wanted, negatives is None, where)])
-            digest.update(json.dumps(rows[-1]).encode())
-        counts[path] = counts.get(path, 0) + len(rows) - before
-    if not rows:
-        raise ValueError(f"train: no pair in {', '.join(paths)}.")
-    names = ["query", "passage", *(f"negative_{number}" for number in range(1, len(rows[0]) - 1))]
-    columns = {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
-    return Data(columns, counts, digest.hexdigest())
+    return open_training_data(
+        config.pairs,
+        negatives=config.negatives,
+        seed=config.seed,
+        max_bad_rows=config.max_bad_rows,
+        scores=config.teacher == "data",
+    )
 
 
-def _negatives(pair: Any, wanted: int | None, exact: bool, where: str) -> list[str]:
-    found: list[str] = pair["negatives"]
-    if wanted is not None and (len(found) != wanted if exact else len(found) < wanted):
-        raise ValueError(
-            f"{where}: expected {wanted} negatives, {'as in the first row' if exact else 'or more'}, got {len(found)}. "
-            "--negatives N takes the first N of each row."
-        )
-    used = found[:wanted]
-    if pair["passage"] in used:
-        raise ValueError(f"{where}: the passage stands among its own negatives. Remove it there.")
-    return used
+def _development_set(
+    config: TrainConfig, data: TrainingData, evaluator: BaseEvaluator | None
+) -> tuple[TrainingData, BaseEvaluator | None]:
+    """The rows to train on, and what judges the model on others."""
+    from st_aggretriever.dev import DevEvaluator, Named, held_out
+
+    if not config.has_dev_set:
+        return data, evaluator and Named(evaluator)
+
+    if config.dev_data is not None:
+        return data, DevEvaluator.on_folder(config.dev_data, config.dev_split, config.dev_metric)
+    data, collection = held_out(data, config.dev_share, config.seed)
+    return data, DevEvaluator(collection, config.dev_metric)
 
 
-def _starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
+def _teach(
+    config: TrainConfig, resolved: dict[str, Any], data: TrainingData, args: SentenceTransformerTrainingArguments
+) -> tuple[TrainingData, dict[str, Any] | None]:
+    """The data with the teacher's scores, computed once by the first process, and what the teacher is."""
+    if config.teacher is None:
+        return data, None
+    if data.negatives == 0:
+        raise ValueError("train: a teacher ranks passages, but the pairs have no negatives. Mine some first.")
+    if config.teacher == "data":
+        return data, {"name": "scores in the data"}
+    from st_aggretriever.teacher import load_teacher, score_rows
+
+    epochs = range(math.ceil(resolved["steps"] / resolved["steps_in_epoch"]))
+    device = None if config.device == "auto" else config.device
+    teacher = load_teacher(config.teacher, device=device, batch_size=config.teacher_batch_size)
+    with args.main_process_first(local=False, desc="teacher scores"):
+        scores = score_rows(data, teacher, epochs=epochs)
+    return data.with_teacher(scores), scores.describe()
+
+
+def starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
     """The model to train, in float32, and whether its heads are new."""
     from st_aggretriever.model import build_aggretriever, is_aggretriever, load_aggretriever
 
@@ -292,8 +246,49 @@ def _starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
         )
     else:
         model = load_aggretriever(config.model)
+    _say_lengths(config, model)
     # A checkpoint in half precision comes in half precision, whose steps would be lost in rounding.
-    return model.float(), is_new
+    model = model.float()
+    if config.lora_rank:
+        _adapt(model, config.lora_rank, config.seed)
+    return model, is_new
+
+
+def _say_lengths(config: TrainConfig, model: SentenceTransformer) -> None:
+    encoder: Any = model[0]
+    for name in ("query_length", "document_length"):
+        asked, got = getattr(config, name), getattr(encoder, name)
+        if asked is not None and got is not None and got < asked:
+            say(f"{name} {asked} is cut to {got}, all that the backbone's positions allow")
+    hidden_size = encoder.get_embedding_dimension()
+    if config.cls_dim is not None and config.cls_dim > hidden_size:
+        say(f"cls_dim {config.cls_dim} is above the backbone's width {hidden_size}, which the [CLS] part can't exceed "
+            "in rank: it costs space and adds nothing")  # fmt: skip
+
+
+def _adapt(model: SentenceTransformer, rank: int, seed: int) -> None:
+    """Put LoRA adapters on the encoder's linear layers, and freeze the rest of it; the MLM head stays as it is."""
+    import peft
+    import torch
+
+    encoder: Any = model[0]
+    inner = encoder.model
+    inside = {id(module) for module in inner.base_model.modules()}
+    targets = [
+        name for name, module in inner.named_modules() if isinstance(module, torch.nn.Linear) and id(module) in inside
+    ]
+    if not targets:
+        raise ValueError(f"train: lora_rank needs linear layers in the encoder, {type(inner).__name__} has none.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+        encoder.model = peft.get_peft_model(inner, config)
+
+
+def _merge(model: SentenceTransformer) -> None:
+    encoder: Any = model[0]
+    encoder.model = encoder.model.merge_and_unload()
+    encoder.model.requires_grad_(True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,69 +308,151 @@ def _resolve(config: TrainConfig, model: SentenceTransformer, is_new: bool, pair
     if precision == "fp16" and not cuda:
         raise ValueError("train: precision must be fp32 or bf16 without a GPU, got 'fp16'.")
     parameters = sum(parameter.numel() for parameter in model[0].parameters())
-    small = parameters < SMALL_BACKBONE
+    small = parameters < SMALL_BACKBONE or config.lora_rank > 0  # adapters start from nothing, as heads do
     learning_rate = config.learning_rate or (1e-4 if small else 5e-6)
-    epoch_steps = pairs // config.batch_size
+    head_learning_rate = config.head_learning_rate or learning_rate * (10 if small and is_new else 1)
+    together = config.batch_size * processes()
+    epoch_steps = pairs // together
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "precision": precision,
         "backbone_parameters": parameters,
         "learning_rate": learning_rate,
-        "head_learning_rate": config.head_learning_rate or learning_rate * (10 if small and is_new else 1),
+        "head_learning_rate": head_learning_rate,
+        "term_weight_learning_rate": config.term_weight_learning_rate or head_learning_rate,
+        "mlm_head_learning_rate": config.mlm_head_learning_rate or learning_rate,
+        "processes": processes(),
+        "batch_size_together": together,
+        "pairs": pairs,
         "steps": config.max_steps or math.ceil(config.epochs * epoch_steps),
         "steps_in_epoch": epoch_steps,
     }
 
 
-def _trainer(
+def _say_start(config: TrainConfig, resolved: dict[str, Any], is_new: bool, pairs: int, checkpoint: str | None) -> None:
+    batch = f"{config.batch_size} pairs"
+    if processes() > 1:
+        batch += f" in each of {processes()} processes, {resolved['batch_size_together']} together"
+        batch += ", negatives of all" if config.gather_across_devices else ", negatives of each its own"
+    origin = "new heads on" if is_new else "on from the Aggretriever"
+    where = f", after {Path(checkpoint).name}" if checkpoint else ""
+    say(f"{origin} {config.model}; {pairs} pairs, {resolved['steps']} steps of {batch}{where}")
+
+
+def _learning_rates(config: TrainConfig, resolved: dict[str, Any], model: SentenceTransformer) -> dict[str, float]:
+    """Patterns over the loss's parameter names, and rates; where two match, the later one holds."""
+    encoder: Any = model[0]
+    trained = [f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad]
+    weighting = next((name for name, module in model.named_children() if hasattr(module, "term_weight")), None)
+    rates = {r"^model\.(?!0\.)": "head_learning_rate"}  # all modules but the first
+    if weighting is not None and config.term_weight_learning_rate is not None:
+        rates[rf"^model\.{weighting}\."] = "term_weight_learning_rate"
+    if encoder.head and config.mlm_head_learning_rate is not None:
+        # Beside the encoder inside the masked language model; a tied decoder has the name of the word embeddings.
+        rates[rf"^model\.0\.model\.(?!{encoder.model.base_model_prefix}\.)"] = "mlm_head_learning_rate"
+    return {
+        pattern: resolved[name] for pattern, name in rates.items() if any(re.search(pattern, key) for key in trained)
+    }
+
+
+def _arguments(
     config: TrainConfig,
     resolved: dict[str, Any],
     model: SentenceTransformer,
-    columns: dict[str, list[str]],
+    data: TrainingData,
     working: Path,
-) -> AggretrieverTrainer:
-    from datasets import Dataset
+    evaluator: BaseEvaluator | None,
+) -> SentenceTransformerTrainingArguments:
+    """The settings in the trainer's words; with several processes, they meet here."""
     from sentence_transformers import SentenceTransformerTrainingArguments
-    from sentence_transformers.sentence_transformer.training_args import BatchSamplers
 
-    from st_aggretriever.losses import AggretrieverLoss
-    from st_aggretriever.trainer import AggretrieverTrainer
-
-    tasks = {name: "query" if name == "query" else "document" for name in columns}
+    texts_of_rows = [name for name in data.columns if name != "scores"]
+    tasks = {name: "query" if name == "query" else "document" for name in texts_of_rows}
     texts = {name: _prompt(model, task) for name, task in tasks.items()}
-    loss = AggretrieverLoss(
-        model, scale=config.scale, lexical_weight=config.lexical_weight, cls_weight=config.cls_weight
-    )
-    heads = r"^model\.(?!0\.)"  # in the loss's names: all modules but the first
-    has_heads = any(not name.startswith("model.0.") for name, _ in loss.named_parameters())
+    on_cpu = resolved["device"] == "cpu"
+    save_steps = config.eval_steps if evaluator is not None else config.save_steps
+    asked: dict[str, Any] = {}
+    if config.gradient_checkpointing:
+        asked["gradient_checkpointing"] = True  # The newest transformers warn of this name, older ones have no other.
+    if evaluator is not None:
+        asked |= {
+            "eval_strategy": "steps",
+            "eval_steps": config.eval_steps,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": evaluator.primary_metric,
+            "greater_is_better": evaluator.greater_is_better,
+        }
     args = SentenceTransformerTrainingArguments(
         output_dir=str(working),
         num_train_epochs=config.epochs,
         max_steps=resolved["steps"],
         per_device_train_batch_size=config.batch_size,
         learning_rate=resolved["learning_rate"],
-        learning_rate_mapping={heads: resolved["head_learning_rate"]} if has_heads else {},
+        learning_rate_mapping=_learning_rates(config, resolved, model),
         lr_scheduler_type="linear",
         warmup_steps=config.warmup_ratio,  # below 1 it is a share
         bf16=resolved["precision"] == "bf16",
         fp16=resolved["precision"] == "fp16",
-        use_cpu=resolved["device"] == "cpu",
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu and processes() > 1 else None,
+        ddp_find_unused_parameters=False,  # Every parameter that is trained has a gradient.
         seed=config.seed,
         router_mapping=tasks,  # gives each column its length, also without a Router
         prompts={name: text for name, text in texts.items() if text},
-        batch_sampler=BatchSamplers.NO_DUPLICATES,
         dataloader_drop_last=True,  # a last batch of few pairs would have few negatives
-        dataloader_pin_memory=resolved["device"] != "cpu",
+        dataloader_pin_memory=not on_cpu,
         logging_steps=config.logging_steps,
         logging_nan_inf_filter=False,
-        save_strategy="steps" if config.save_steps else "no",
-        save_steps=config.save_steps or 500,
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
         save_total_limit=2,
-        report_to="none",
+        report_to=config.report_to or "none",
         disable_tqdm=not sys.stderr.isatty(),
+        **asked,
     )
     args._n_gpu = min(args.n_gpu, 1)  # With several GPUs the trainer would split each batch, and with it the negatives.
-    trainer = AggretrieverTrainer(model=model, args=args, train_dataset=Dataset.from_dict(columns), loss=loss)
+    return args
+
+
+def _loss(config: TrainConfig, model: SentenceTransformer) -> Any:
+    from st_aggretriever.losses import AggretrieverLoss, CachedAggretrieverLoss, Distillation
+
+    parts = {"lexical_weight": config.lexical_weight, "cls_weight": config.cls_weight}
+    options: dict[str, Any] = {
+        **parts,
+        "scale": config.scale,
+        "fold_dims": tuple(config.fold_dims),
+        "fold_weights": tuple(config.fold_weights) or None,
+        "gather_across_devices": config.gather_across_devices,
+    }
+    if config.teacher is not None:
+        options["contrastive_weight"] = config.contrastive_weight
+        options["distillation"] = Distillation(
+            kl_weight=config.kl_weight,
+            margin_mse_weight=config.margin_mse_weight,
+            temperature=config.temperature,
+            **parts,
+        )
+    if config.mini_batch_tokens is not None:
+        return CachedAggretrieverLoss(model, mini_batch_num_tokens=config.mini_batch_tokens, **options)
+    if config.mini_batch_size is not None:
+        return CachedAggretrieverLoss(model, mini_batch_size=config.mini_batch_size, **options)
+    return AggretrieverLoss(model, **options)
+
+
+def _trainer(
+    config: TrainConfig,
+    resolved: dict[str, Any],
+    model: SentenceTransformer,
+    data: TrainingData,
+    args: SentenceTransformerTrainingArguments,
+    evaluator: BaseEvaluator | None,
+) -> AggretrieverTrainer:
+    from st_aggretriever.trainer import AggretrieverTrainer
+
+    trainer = AggretrieverTrainer(
+        model=model, args=args, data=data, loss=_loss(config, model), evaluator=evaluator, patience=config.patience
+    )
     needed = min(resolved["steps"], resolved["steps_in_epoch"])
     sampler: Any = trainer.get_train_dataloader().batch_sampler
     filled = len(list(islice(sampler, needed)))
@@ -397,13 +474,35 @@ def _prompt(model: SentenceTransformer, task: str) -> str | None:
 
 
 def _check_result(trainer: AggretrieverTrainer, steps: int) -> None:
-    if trainer.state.global_step < steps:
+    if trainer.state.global_step < steps and not trainer.stopped_early(trainer.state):
         raise ValueError(
             f"train: stopped at step {trainer.state.global_step} of {steps}: an epoch had too few batches in which no "
             "text comes twice. Lower batch_size or max_steps."
         )
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):
         raise ValueError("train: the training diverged (weights are not finite). Lower the learning rates.")
+
+
+def _dev_figures(trainer: AggretrieverTrainer) -> list[dict[str, float]]:
+    """The figures of each evaluation, with its step."""
+    from st_aggretriever.trainer import STOCK_FIGURES
+
+    return [
+        {"step": entry["step"]}
+        | {key.removeprefix("eval_"): value for key, value in entry.items() if key not in STOCK_FIGURES}
+        for entry in trainer.state.log_history
+        if any(key.startswith("eval_") for key in entry)
+    ]
+
+
+def _peak_memory(resolved: dict[str, Any]) -> dict[str, float | None]:
+    """Most memory in GB that this process held, and of the GPU; None where the system doesn't say."""
+    import torch
+
+    from st_aggretriever.report import peak_rss
+
+    on_gpu = resolved["device"] != "cpu"
+    return {"rss_gb": peak_rss(), "gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,15 +514,20 @@ def _finished(start: dict[str, Any], output: Path) -> SentenceTransformer:
     from st_aggretriever.model import load_aggretriever
 
     _check_same(json.loads((output / RECORD).read_text(encoding="utf-8")), start, output)
-    shutil.rmtree(output.with_name(output.name + ".partial"), ignore_errors=True)
+    if is_first():
+        shutil.rmtree(output.with_name(output.name + ".partial"), ignore_errors=True)
     return load_aggretriever(output)
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None:
     old, new = before.get("config", {}), json.loads(json.dumps(now["config"]))
-    changed = [name for name in new if name not in _FREE and old.get(name) != new[name]]
+    # A run of an older version lacks the settings that came later: it had their defaults.
+    old = {name: old.get(name, default_of(name)) for name in new}
+    for name, default in (("evaluator", None), ("processes", 1)):
+        old[name], new[name] = before.get(name, default), now[name]
+    changed = [name for name in new if name not in FREE and old[name] != new[name]]
     if changed:
-        found = ", ".join(f"{name} ({old.get(name)}, now {new[name]})" for name in changed)
+        found = ", ".join(f"{name} ({old[name]}, now {new[name]})" for name in changed)
         raise ValueError(f"train: the run in {where} had other settings: {found}. Resume with the same ones.")
     if before.get("pairs_sha256") != now["pairs_sha256"]:
         raise ValueError(f"train: the run in {where} had other pairs. Resume with the same ones, in the same order.")
@@ -440,6 +544,10 @@ def _working_folder(working: Path, start: dict[str, Any]) -> Iterator[str | None
     from st_aggretriever.trainer import publish
 
     checkpoint = None
+    if not is_first():
+        # The first process makes and removes it; nobody takes a step before all have found the checkpoint.
+        yield get_last_checkpoint(str(working)) if working.is_dir() else None
+        return
     if working.exists():
         if not (working / RECORD).is_file():
             raise ValueError(f"train: {working} is not the folder of a run (it has no {RECORD}). Delete or move it.")
@@ -462,29 +570,27 @@ def _working_folder(working: Path, start: dict[str, Any]) -> Iterator[str | None
         raise
 
 
-def _write_model(model: SentenceTransformer, record: dict[str, Any], folder: Path, output: Path) -> None:
+def _write_model(model: SentenceTransformer, record: dict[str, Any], working: Path, output: Path) -> None:
+    from st_aggretriever.report import write_report
     from st_aggretriever.trainer import publish
 
+    folder = working / "model"
     try:
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(str(folder), create_model_card=False)
         (folder / "README.md").write_text(_card(model, record), encoding="utf-8")
         _write_json(folder / RECORD, record)
+        if record["config"]["report"]:
+            write_report(record, folder)
+        if (working / "runs").is_dir():
+            shutil.copytree(working / "runs", folder / "runs")  # TensorBoard's
         publish(folder, output)
     except Exception as error:  # Also safetensors' own one for a full disk.
         raise OSError(f"cannot write the model {output}: {error}") from error
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _versions() -> dict[str, str]:
-    from st_aggretriever.modules import __version__
-
-    names = ("sentence-transformers", "transformers", "torch", "datasets", "accelerate")
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"st-aggretriever": __version__, "python": python, **{name: version(name) for name in names}}
 
 
 def _card(model: SentenceTransformer, record: dict[str, Any]) -> str:

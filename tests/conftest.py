@@ -126,3 +126,34 @@ def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
 def headless_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same sizes without masked-language-model head."""
     return save_backbone(tmp_path_factory.mktemp("headless-bert"), head=False)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training runs
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """24 pairs: three steps of eight in an epoch."""
+    from training_runs import make_rows, write_rows
+
+    return write_rows(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", make_rows(24))
+
+
+@pytest.fixture
+def settings(tiny_bert: str, pairs: str, tmp_path: Path) -> dict[str, Any]:
+    """Of a run of six steps, without checkpoints."""
+    return {
+        "model": tiny_bert,
+        "pairs": [pairs],
+        "output": str(tmp_path / "out"),
+        "lexical_dim": 16,
+        "cls_dim": 8,
+        "batch_size": 8,
+        "epochs": 2,
+        "learning_rate": 1e-2,
+        "save_steps": 0,
+        "logging_steps": 1,
+        "device": "cpu",
+        "report": False,
+    }

@@ -45,35 +45,54 @@ def add_train(commands: argparse._SubParsersAction) -> None:
     from dataclasses import MISSING, fields
     from typing import get_type_hints
 
-    from st_aggretriever.training import TrainConfig
+    from st_aggretriever.config import GROUPS, TrainConfig, default_of
 
     train = commands.add_parser(
         "train",
         help="train a model on pairs",
+        usage="%(prog)s --model MODEL --pairs PAIRS [PAIRS ...] --output OUTPUT [options]",
         description="Train an Aggretriever on question/passage pairs. Meanwhile checkpoints lie in OUTPUT.partial; "
-        "OUTPUT appears as a whole at the end, with settings, data and losses in its train.json.",
+        "OUTPUT appears as a whole at the end, with a report, and settings, data and losses in train.json. Several "
+        "processes: torchrun --nproc-per-node N -m st_aggretriever.cli train ...",
     )
     hints = get_type_hints(TrainConfig)
+    group: Any = train
     for option in fields(TrainConfig):
+        if option.name in GROUPS:
+            group = train.add_argument_group(GROUPS[option.name])
         shown = option.metadata.get("shown")
         help = option.metadata["help"].replace("%", "%%") + (f" (default: {shown})" if shown not in (None, "") else "")
-        keywords: dict[str, Any] = {"help": help, "default": option.default}
-        if option.default is MISSING:
-            keywords = {"help": help, "required": True}
-        kinds = [kind for kind in (int, float, bool) if kind in (hints[option.name], *get_args(hints[option.name]))]
+        keywords: dict[str, Any] = {"help": help, "dest": option.name, "default": default_of(option.name)}
+        if option.default is MISSING and option.default_factory is MISSING:
+            keywords |= {"required": True}
+            del keywords["default"]
+        kinds = [kind for kind in (int, float, bool) if kind in _kinds(hints[option.name])]
         if bool in kinds:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
             keywords |= {"type": kinds[0] if kinds else str, "choices": option.metadata.get("choices")}
-            if hints[option.name] == list[str]:
+            keywords["metavar"] = None if keywords["choices"] else "N" if kinds else option.name.upper()
+            if getattr(hints[option.name], "__origin__", None) is list:
                 keywords["nargs"] = "+"
-        train.add_argument(f"--{option.name.replace('_', '-')}", **keywords)
+        names = [f"--{option.name.replace('_', '-')}"]
+        if option.name == "model":
+            names.append("--resume-from")  # The paper's word for two further epochs with mined negatives.
+        group.add_argument(*names, **keywords)
     train.set_defaults(function=_train)
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """``int`` of ``int``, ``int | None`` and ``list[int]``."""
+    return (hint, *get_args(hint))
+
+
 def _train(args: argparse.Namespace) -> None:
-    from st_aggretriever.training import TrainConfig, train
+    from st_aggretriever.config import TrainConfig
+    from st_aggretriever.training import is_first, train
 
     config = TrainConfig(**{name: value for name, value in vars(args).items() if name != "function"})
     model = train(config)
-    print(f"wrote {config.output}: {model.get_embedding_dimension()} dimensions; settings and losses in train.json")
+    if not is_first():
+        return
+    files = "train.json, a summary in report.md" if config.report else "train.json"
+    print(f"wrote {config.output}: {model.get_embedding_dimension()} dimensions; settings and losses in {files}")
