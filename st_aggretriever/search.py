@@ -1,4 +1,4 @@
-"""Exact inner-product top-k over a stream of corpus blocks, by Faiss (CPU or GPU) or torch.
+"""Exact inner-product top-k over a stream of corpus blocks, by Faiss (CPU or GPUs) or torch.
 
 Memory holds one block and the running top-k. Ties are ordered by document id, descending (ids compared as strings, as
 trec_eval does), and the same rule says which of equal documents survive at k, so the result doesn't depend on the
@@ -10,7 +10,9 @@ Symbols: Q queries, N documents in all, n documents of a block, k = top_k, k' = 
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ FAISS_SETTINGS = {
     "distance_compute_blas_query_bs": 1024,
     "distance_compute_blas_database_bs": 16384,
 }
+_SETTINGS_LOCK = threading.Lock()  # they are the whole process's
 FAISS_GPU_MAX_K = 2048  # the longest list that Faiss's GPU selection kernels return
 TORCH_SCORES = 2**25  # scores that the torch backend holds at a time: 128 MiB
 TORCH_TILE = 16384  # documents a product on the CPU: smaller ones are slower
@@ -53,7 +56,8 @@ def search(
         blocks: any number of ``(n document ids, (n, dim) float32)``; ids are unique over all blocks.
         top_k: how many documents to return, at least 1; fewer come back where the corpus has fewer.
         backend: ``"faiss"``, ``"torch"`` or ``"auto"``, see :func:`pick_backend`.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; None leaves it to the backend.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; several by commas, ``"cuda:0,cuda:1"``, share each block; None
+            leaves it to the backend.
 
     Returns:
         Scores and ids, both (Q, k'). Without queries nothing is read and both are (0, 0).
@@ -81,10 +85,10 @@ def search(
             continue
         vectors = check_vectors(ids, vectors, "document", dim=queries.shape[1])
         if (library, device) == ("torch", "cpu"):
-            new = _torch_above(queries, vectors, _id_array(ids), best, top_k)
+            new = _torch_above(queries, vectors, id_array(ids), best, top_k)
         else:
-            new = _block_hits(knn, queries, vectors, _id_array(ids), top_k)
-        best = _merge(best, new, top_k)
+            new = tied_top_k(knn, queries, vectors, id_array(ids), top_k)
+        best = merge(best, new, top_k)
         del ids, vectors  # the next block is made while only its predecessor's hits are in memory
     for row in best.ids:
         if len(set(row)) < len(row):
@@ -99,9 +103,14 @@ def pick_backend(backend: str = "auto", device: str | None = None) -> tuple[str,
     a GPU that only torch can use.
 
     Raises:
-        ValueError: an unknown backend, Faiss for a GPU that it can't use.
+        ValueError: an unknown backend, Faiss for a GPU that it can't use, several devices of different kinds.
         ImportError: ``"faiss"`` without a working Faiss.
     """
+    if device is not None and "," in device:
+        picked = [pick_backend(backend, one.strip()) for one in device.split(",")]
+        if len({(library, one.partition(":")[0]) for library, one in picked}) > 1:
+            raise ValueError(f"search: devices must be of one kind, got {device!r}.")
+        return picked[0][0], ",".join(one for _, one in picked)
     if backend not in ("auto", "faiss", "torch"):
         raise ValueError(f"search: backend must be 'auto', 'faiss' or 'torch', got {backend!r}.")
     cuda = device is not None and device.startswith("cuda")
@@ -154,7 +163,7 @@ def check_vectors(ids: Sequence[Any], vectors: np.ndarray, what: str, dim: int |
     return vectors
 
 
-def _id_array(ids: Sequence[str]) -> np.ndarray:
+def id_array(ids: Sequence[str]) -> np.ndarray:
     """(n,) object array of ids that are strings and differ."""
     if not all(isinstance(key, str) for key in ids):
         raise ValueError(f"search: document ids must be strings, got {sorted({type(key).__name__ for key in ids})}.")
@@ -170,7 +179,7 @@ def _repeated(ids: Iterable[str]) -> str:
     return next(key for key in ids if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
 
-def _block_hits(knn: Knn, queries: np.ndarray, vectors: np.ndarray, ids: np.ndarray, top_k: int) -> Hits:
+def tied_top_k(knn: Knn, queries: np.ndarray, vectors: np.ndarray, ids: np.ndarray, top_k: int) -> Hits:
     """The ``top_k`` best of one block: the right documents, in the order of their scores, ties in any order."""
     n = len(vectors)
     k = min(top_k, n)
@@ -195,7 +204,7 @@ def _finite(found: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarra
     return found
 
 
-def _merge(best: Hits, new: Hits, top_k: int) -> Hits:
+def merge(best: Hits, new: Hits, top_k: int) -> Hits:
     """The ``top_k`` best of two, best first, ties in order."""
     if best.scores.shape[1] == top_k:
         # Only what reaches the running k-th score can enter: late in a corpus that is a handful of columns. What fills
@@ -223,6 +232,8 @@ def order_ties(hits: Hits, top_k: int) -> None:
 
 
 def _knn(library: str, device: str) -> Knn:
+    if "," in device:
+        return _sharded([_knn(library, one) for one in device.split(",")])
     if library == "torch":
         return lambda queries, block, k: _torch_knn(queries, block, k, device)
     if device == "cpu":
@@ -239,22 +250,45 @@ def _knn(library: str, device: str) -> Knn:
     return knn
 
 
+def _sharded(knns: Sequence[Knn]) -> Knn:
+    """One search over a block whose parts lie on as many devices, all at work at the same time."""
+
+    def knn(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        bounds = np.linspace(0, len(block), len(knns) + 1).astype(int).tolist()
+
+        def part(number: int) -> tuple[np.ndarray, np.ndarray]:
+            start, stop = bounds[number], bounds[number + 1]
+            if start == stop:  # fewer documents than devices
+                return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
+            scores, positions = knns[number](queries, block[start:stop], min(k, stop - start))
+            return scores, positions + start
+
+        with full_precision(), ThreadPoolExecutor(len(knns)) as pool:
+            parts = list(pool.map(part, range(len(knns))))
+        scores, positions = (np.concatenate(column, axis=1) for column in zip(*parts, strict=True))
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(scores, best, axis=1), np.take_along_axis(positions, best, axis=1)
+
+    return knn
+
+
 def _faiss_knn(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     faiss = _faiss()[0]
-    before = {name: getattr(faiss.cvar, name) for name in FAISS_SETTINGS}
-    try:
-        for name, value in FAISS_SETTINGS.items():
-            setattr(faiss.cvar, name, value)
-        return faiss.knn(queries, block, k, metric=faiss.METRIC_INNER_PRODUCT)
-    finally:
-        for name, value in before.items():
-            setattr(faiss.cvar, name, value)
+    with _SETTINGS_LOCK:
+        before = {name: getattr(faiss.cvar, name) for name in FAISS_SETTINGS}
+        try:
+            for name, value in FAISS_SETTINGS.items():
+                setattr(faiss.cvar, name, value)
+            return faiss.knn(queries, block, k, metric=faiss.METRIC_INNER_PRODUCT)
+        finally:
+            for name, value in before.items():
+                setattr(faiss.cvar, name, value)
 
 
 def _torch_knn(queries: np.ndarray, block: np.ndarray, k: int, device: str) -> tuple[np.ndarray, np.ndarray]:
     import torch
 
-    with torch.inference_mode(), _full_precision():
+    with torch.inference_mode(), full_precision():
         documents = torch.from_numpy(block).to(device).T  # (dim, n)
         step = max(1, TORCH_SCORES // len(block))
         parts = [(chunk.to(device) @ documents).topk(k) for chunk in torch.from_numpy(queries).split(step)]
@@ -275,7 +309,7 @@ def _torch_above(queries: np.ndarray, block: np.ndarray, ids: np.ndarray, best: 
     tile = max(1, min(TORCH_TILE, TORCH_SCORES // len(queries)))
     floor = torch.from_numpy(best.scores[:, -1].copy())[:, None] if best.scores.shape[1] == top_k else None
     rows, positions, scores = [], [], []
-    with torch.inference_mode(), _full_precision():
+    with torch.inference_mode(), full_precision():
         vectors, documents = torch.from_numpy(queries), torch.from_numpy(block)
         for start in range(0, len(block), tile):
             product = vectors @ documents[start : start + tile].T  # (Q, t)
@@ -304,7 +338,7 @@ def _rows_of(queries: int, row: np.ndarray, position: np.ndarray, score: np.ndar
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Products in float32 even where a training run in this process has switched TF32 or bfloat16 products on."""
     import torch
 

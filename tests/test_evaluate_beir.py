@@ -99,17 +99,21 @@ def test_figures_run_and_result_by_hand(data: Path, tmp_path: Path, block_size: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "test.json", "test.run"]
     assert model.texts == {"query": ["cat", "fish"], "document": ["cat cat", "cat cat dog", "cat", "fish"]}
     assert result["counts"] == {
-        "queries": 2, "documents": 4, "dangling_qrels": 0, "queries_without_relevant": 0,
-        "dropped_identical_ids": 0, "dropped_though_relevant": 0,
+        "queries": 2, "documents": 4, "empty_documents": 0, "dangling_qrels": 0, "queries_without_relevant": 0,
+        "dropped_identical_ids": 0, "queries_all_tied": 0, "dropped_though_relevant": 0,
         "truncated_queries": None, "truncated_documents": None,
     }  # fmt: skip
     assert (result["model"], result["encoding"]["dimension"], result["date"][-6:]) == ("counter", 4, "+00:00")
     versions = result["versions"]
     assert set(versions) == {
         "st_aggretriever",
+        "python",
         "sentence-transformers",
         "transformers",
         "torch",
+        "numpy",
+        "datasets",
+        "accelerate",
         "faiss",
         "pytrec_eval",
         "bm25s",
@@ -161,6 +165,17 @@ def test_unknown_documents_lower_the_figures_under_one_warning(data: Path, caplo
     assert result["counts"]["dangling_qrels"] == 2
     assert len(caplog.records) == 1
     assert "2 judgements name documents that are not in the corpus" in caplog.text
+
+
+def test_empty_documents_and_queries_without_order_are_counted_and_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    documents = {"1": "", "2": {"title": " ", "text": None}, "3": "cat"}
+    data = write(tmp_path / "data", documents, {"q": "cat", "r": "bird"}, "q\t3\t1\nr\t3\t1\n")
+    result = evaluate_beir(Counter(), data)
+    assert (result["counts"]["empty_documents"], result["counts"]["queries_all_tied"]) == (2, 1)
+    assert "2 documents are empty" in caplog.text
+    assert "1 queries score all they found alike" in caplog.text
 
 
 def test_queries_without_relevant_document_count_zero_and_are_counted(data: Path) -> None:

@@ -57,6 +57,30 @@ def test_result_is_the_sorted_corpus_whatever_the_blocks(backend: str, top_k: in
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("devices", ["cpu,cpu", "cpu,cpu,cpu"])
+def test_several_devices_give_what_one_gives(backend: str, devices: str) -> None:
+    """CPUs stand in for GPUs: the parts of a block and their merging are the same code."""
+    rng = np.random.default_rng(3)
+    vectors, queries = floats(rng.integers(-1, 2, (100, 3))), floats(rng.integers(-2, 3, (7, 3)))
+    ids = [str(number) for number in rng.permutation(100)]
+    for top_k, size in ((1, 100), (5, 33), (40, 2), (200, 50)):
+        one, several = (search(queries, split(ids, vectors, size), top_k, backend=backend, device=device)
+                        for device in ("cpu", devices))  # fmt: skip
+        assert several.ids.tolist() == one.ids.tolist()
+        assert several.scores.tolist() == one.scores.tolist()
+
+
+@needs_faiss
+def test_settings_come_back_after_devices_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FAISS_SETTINGS:
+        monkeypatch.setattr(faiss.cvar, name, 2000)
+    vectors = np.ones((400, 4), np.float32)
+    for _ in range(10):
+        search(vectors[:3], [([str(row) for row in range(400)], vectors)], 5, backend="faiss", device="cpu,cpu,cpu")
+    assert [getattr(faiss.cvar, name) for name in FAISS_SETTINGS] == [2000] * len(FAISS_SETTINGS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_documents_survive_by_id_descending_as_strings(backend: str) -> None:
     ids = [str(number) for number in range(1, 151)]
     found = search(floats([[1]]), [(ids, np.ones((150, 1), np.float32))], 4, backend=backend)
@@ -204,6 +228,9 @@ def test_faiss_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_faiss
 def test_backend_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_backend("torch", "cuda:1") == ("torch", "cuda:1")
+    assert pick_backend("torch", "cuda:0, cuda:1") == ("torch", "cuda:0,cuda:1")
+    with pytest.raises(ValueError, match="devices must be of one kind, got 'cpu,cuda:1'"):
+        pick_backend("torch", "cpu,cuda:1")
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
     assert pick_backend(device="cpu") == ("faiss", "cpu")
     assert pick_backend(device="cuda:1") == ("torch", "cuda:1")  # this Faiss can't, torch can

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from st_aggretriever.cli.options import add_backend, add_model, add_results, load_model, say_written
+from st_aggretriever.cli.options import (
+    add_backend,
+    add_lengths,
+    add_model,
+    add_results,
+    add_shape,
+    load_for_evaluation,
+    say_written,
+)
 
 
 def add_evaluate(commands: argparse._SubParsersAction) -> None:
@@ -13,6 +21,7 @@ def add_evaluate(commands: argparse._SubParsersAction) -> None:
     _add_beir(benchmarks)
     _add_mteb(benchmarks)
     _add_msmarco(benchmarks)
+    _add_lotte(benchmarks)
     _add_qa(benchmarks)
     _add_compare(benchmarks)
     _add_overlap(benchmarks)
@@ -21,35 +30,64 @@ def add_evaluate(commands: argparse._SubParsersAction) -> None:
 def _add_beir(benchmarks: argparse._SubParsersAction) -> None:
     beir = benchmarks.add_parser(
         "beir",
-        help="a folder in BEIR's layout",
-        description="Encode, search exactly, score by trec_eval's rules: nDCG@10, RR@10, R@100, R@1000, MAP.",
+        help="BEIR and NanoBEIR by name, or a folder in BEIR's layout",
+        description="Encode, search exactly, score by trec_eval's rules: nDCG@10, RR@10, R@100, R@1000, MAP. Sets by "
+        "name are downloaded where they aren't yet, after their licence is printed, and checked; run again, the same "
+        "command goes on with the next set.",
     )
     add_model(beir, bm25=True)
-    beir.add_argument(
-        "--data", required=True, metavar="FOLDER", help="holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv"
+    what = beir.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", metavar="FOLDER", help="holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
+    what.add_argument(
+        "--sets", nargs="+", metavar="NAME", help="BEIR's names, such as scifact nfcorpus, or nano-scifact"
     )
-    beir.add_argument("--split", default="test", help="which qrels (default: %(default)s)")
+    what.add_argument(
+        "--subset",
+        choices=("small", "nano", "public", "all"),
+        help="small: the paper's five; nano: NanoBEIR's 13; public: the 14 that can be downloaded; all: 18, of which "
+        "four need a licence",
+    )
+    beir.add_argument(
+        "--data-dir", default="beir-data", metavar="DIR", help="holds or gets the sets (default: %(default)s)"
+    )
+    beir.add_argument("--split", help="which qrels, with --data (default: test)")
     beir.add_argument(
         "--block-size", type=int, default=50_000, metavar="N", help="documents in memory (default: %(default)s)"
     )
     beir.add_argument(
-        "--keep-identical-ids", action="store_true", help="keep a document whose id is the query's (default: drop it)"
+        "--keep-identical-ids",
+        action="store_true",
+        help="with --data: keep a document whose id is the query's (default: drop it)",
     )
     beir.add_argument(
-        "--exclude-overlap", metavar="FILE", help="written by evaluate overlap: figures without affected queries too"
+        "--exclude-overlap",
+        metavar="FILE",
+        help="with --data: written by evaluate overlap; gives figures without affected queries too",
     )
-    add_results(beir, top_k=1000)
+    beir.add_argument("--run", metavar="FILE", help="write the run here; with sets by name a folder, NAME.trec of each")
+    beir.add_argument(
+        "--output", metavar="FILE", help="write figures, rules, counts and versions here, as JSON; with sets a folder"
+    )
+    beir.add_argument("--overwrite", action="store_true", help="with --data: replace the files of --run and --output")
+    beir.add_argument(
+        "--top-k", type=int, default=1000, metavar="K", help="hits a query in the run (default: %(default)s)"
+    )
+    add_lengths(beir)
+    add_shape(beir)
     add_backend(beir)
     beir.set_defaults(function=_evaluate_beir)
 
 
 def _evaluate_beir(args: argparse.Namespace) -> None:
+    if args.data is None:
+        _evaluate_sets(args)
+        return
     from st_aggretriever.evaluation.beir import check_outputs, evaluate_beir, format_result
     from st_aggretriever.evaluation.bm25 import evaluate_bm25
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
     options = {
-        "split": args.split,
+        "split": args.split or "test",
         "top_k": args.top_k,
         "run": args.run,
         "output": args.output,
@@ -57,20 +95,42 @@ def _evaluate_beir(args: argparse.Namespace) -> None:
         "drop_identical_ids": not args.keep_identical_ids,
         "exclude_overlap": args.exclude_overlap,
     }
-    if args.model == "bm25":
+    model = load_for_evaluation(args)
+    if model is None:
         result = evaluate_bm25(args.data, **options)
     else:
-        result = evaluate_beir(
-            load_model(args.model, args.device, args.trust_remote_code),
-            args.data,
-            batch_size=args.batch_size,
-            block_size=args.block_size,
-            backend=args.backend,
-            model_name=args.model,
-            **options,
-        )
+        options |= {"batch_size": args.batch_size, "block_size": args.block_size, "backend": args.backend}
+        result = evaluate_beir(model, args.data, model_name=args.model, **options)
     print(format_result(result))
     say_written(run=args.run, figures=args.output)
+
+
+def _evaluate_sets(args: argparse.Namespace) -> None:
+    from st_aggretriever.evaluation.beir_sets import SUBSETS, check_names
+    from st_aggretriever.evaluation.suite import evaluate_sets, format_sets
+
+    names = check_names(args.sets or SUBSETS[args.subset])
+    only = {"--split": args.split, "--keep-identical-ids": args.keep_identical_ids,
+            "--exclude-overlap": args.exclude_overlap, "--overwrite": args.overwrite}  # fmt: skip
+    for option, value in only.items():
+        if value:
+            raise ValueError(f"evaluate beir: {option} belongs to --data; sets by name have rules of their own.")
+    if args.output is None:
+        raise ValueError("evaluate beir: sets by name need --output DIR for their figures.")
+    summary = evaluate_sets(
+        load_for_evaluation(args),
+        names,
+        args.output,
+        data=args.data_dir,
+        runs=args.run,
+        top_k=args.top_k,
+        batch_size=args.batch_size,
+        block_size=args.block_size,
+        backend=args.backend,
+        model_name=args.model,
+    )
+    print("\n".join(format_sets(summary)))
+    print(f"figures, one file a set and {args.output}/summary.json, written to {args.output}")
 
 
 def _add_mteb(benchmarks: argparse._SubParsersAction) -> None:
@@ -86,6 +146,7 @@ def _add_mteb(benchmarks: argparse._SubParsersAction) -> None:
     mteb.add_argument("--output", required=True, metavar="DIR", help="results, and the metadata of a submission")
     mteb.add_argument("--name", metavar="ORG/NAME", help="of the model in the results (default: that of --model)")
     mteb.add_argument("--revision", help="of the model in the results (default: the hash of its content)")
+    add_lengths(mteb)
     add_backend(mteb)
     mteb.set_defaults(function=_evaluate_mteb)
 
@@ -96,7 +157,9 @@ def _evaluate_mteb(args: argparse.Namespace) -> None:
     from st_aggretriever.evaluation.mteb import evaluate_mteb, find_tasks, format_mteb
 
     tasks = find_tasks(args.tasks, args.benchmark)  # before the model loads
-    model = load_model(args.model, args.device, args.trust_remote_code)
+    model = load_for_evaluation(args)
+    if model is None:
+        raise ValueError("evaluate mteb: bm25 is no model of mteb's. Name a folder or Hub id.")
     name = args.name or (Path(args.model).resolve().name if Path(args.model).exists() else args.model)
     options = {"name": name, "revision": args.revision, "batch_size": args.batch_size, "backend": args.backend}
     print(format_mteb(evaluate_mteb(model, tasks, args.output, **options)))
@@ -121,6 +184,8 @@ def _add_msmarco(benchmarks: argparse._SubParsersAction) -> None:
     )
     msmarco.add_argument("--format", choices=("trec", "msmarco"), default="trec", help="of it (default: %(default)s)")
     add_results(msmarco, top_k=1000)
+    add_lengths(msmarco)
+    add_shape(msmarco)
     add_backend(msmarco)
     msmarco.set_defaults(function=_evaluate_msmarco)
 
@@ -130,9 +195,8 @@ def _evaluate_msmarco(args: argparse.Namespace) -> None:
     from st_aggretriever.evaluation.msmarco import evaluate_msmarco
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
-    bm25 = args.model == "bm25"
     result = evaluate_msmarco(
-        None if bm25 else load_model(args.model, args.device, args.trust_remote_code),
+        load_for_evaluation(args),
         args.collection,
         args.queries,
         args.qrels,
@@ -141,6 +205,51 @@ def _evaluate_msmarco(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         run=args.run,
         run_format=args.format,
+        output=args.output,
+        overwrite=args.overwrite,
+        backend=args.backend,
+        model_name=args.model,
+    )
+    print(format_result(result))
+    say_written(run=args.run, figures=args.output)
+
+
+def _add_lotte(benchmarks: argparse._SubParsersAction) -> None:
+    lotte = benchmarks.add_parser(
+        "lotte",
+        help="LoTTE's long-tail topics",
+        description="Success@5: the share of questions with a right passage among the first five, on one topic and "
+        "split of LoTTE.",
+    )
+    add_model(lotte, bm25=True)
+    lotte.add_argument(
+        "--data",
+        required=True,
+        metavar="FOLDER",
+        help="such as lotte/writing/test: collection.tsv, questions.KIND.tsv and qas.KIND.jsonl",
+    )
+    lotte.add_argument(
+        "--questions", nargs="+", choices=("search", "forum"), default=["search", "forum"], help="(default: both)"
+    )
+    add_results(lotte, top_k=100)
+    add_lengths(lotte)
+    add_shape(lotte)
+    add_backend(lotte)
+    lotte.set_defaults(function=_evaluate_lotte)
+
+
+def _evaluate_lotte(args: argparse.Namespace) -> None:
+    from st_aggretriever.evaluation.beir import check_outputs, format_result
+    from st_aggretriever.evaluation.lotte import evaluate_lotte
+
+    check_outputs(args.run, args.output, args.overwrite)  # before the model loads
+    result = evaluate_lotte(
+        load_for_evaluation(args),
+        args.data,
+        kinds=args.questions,
+        top_k=args.top_k,
+        batch_size=args.batch_size,
+        run=args.run,
         output=args.output,
         overwrite=args.overwrite,
         backend=args.backend,
@@ -164,6 +273,8 @@ def _add_qa(benchmarks: argparse._SubParsersAction) -> None:
     )
     qa.add_argument("--match", choices=("string", "regex"), default="string", help="(default: %(default)s)")
     add_results(qa, top_k=100)
+    add_lengths(qa)
+    add_shape(qa)
     add_backend(qa)
     qa.set_defaults(function=_evaluate_qa)
 
@@ -174,7 +285,7 @@ def _evaluate_qa(args: argparse.Namespace) -> None:
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
     result = evaluate_qa(
-        None if args.model == "bm25" else load_model(args.model, args.device, args.trust_remote_code),
+        load_for_evaluation(args),
         args.passages,
         args.questions,
         match=args.match,

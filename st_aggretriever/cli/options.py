@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 
-def add_model(parser: argparse.ArgumentParser, *, bm25: bool = False) -> None:
-    """--model, and how it is loaded and run: --batch-size, --device, --trust-remote-code."""
+def add_model(parser: argparse.ArgumentParser, *, bm25: bool = False, quantize: bool = True) -> None:
+    """--model, and how it is loaded and run: --batch-size, --device, --trust-remote-code, --quantize."""
     also = "; or bm25" if bm25 else ""
     parser.add_argument(
         "--model", required=True, metavar="M", help=f"folder or Hub id of any sentence-transformers model{also}"
@@ -18,6 +18,52 @@ def add_model(parser: argparse.ArgumentParser, *, bm25: bool = False) -> None:
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="texts a batch (default: %(default)s)")
     parser.add_argument("--device", help="where the model runs, for instance cpu or cuda:0 (default: a GPU if any)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code if it needs to")
+    if quantize:
+        parser.add_argument(
+            "--quantize",
+            choices=("none", "int8", "bf16"),
+            help="compute an Aggretriever's vocabulary product in fewer bits; int8 on a CPU only (default: as saved)",
+        )
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """--query-length and --document-length of an evaluation."""
+    for side in ("query", "document"):
+        help = (
+            f"cut a {side} after so many tokens (default: the model's own, 32 for a query, 128 for a document as built)"
+        )
+        parser.add_argument(f"--{side}-length", type=int, metavar="N", help=help)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """--lexical-dim, and --windows with --overlap and --window-cls: other vectors from the same model."""
+    parser.add_argument(
+        "--lexical-dim", type=int, metavar="D", help="fold an Aggretriever's lexical part to D, a divisor of its own"
+    )
+    parser.add_argument(
+        "--windows", type=int, metavar="N", help="read an Aggretriever's whole documents, N tokens at a time"
+    )
+    parser.add_argument("--overlap", type=int, metavar="N", help="tokens that two windows share (default: 32)")
+    parser.add_argument(
+        "--window-cls", choices=("first", "mean"), help="[CLS] part of a document in windows (default: first)"
+    )
+
+
+def shaped(model: SentenceTransformer, args: argparse.Namespace) -> Any:
+    """The model with the vectors that :func:`add_shape`'s options ask for."""
+    if args.windows is None and (args.overlap is not None or args.window_cls is not None):
+        raise ValueError("--overlap and --window-cls belong to --windows.")
+    result: Any = model
+    if args.windows is not None:
+        from st_aggretriever.windows import Windowed
+
+        overlap = 32 if args.overlap is None else args.overlap
+        result = Windowed(result, window=args.windows, overlap=overlap, cls=args.window_cls or "first")
+    if args.lexical_dim is not None:
+        from st_aggretriever.folding import Folded
+
+        result = Folded(result, args.lexical_dim)
+    return result
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +90,26 @@ def say_written(**paths: str | None) -> None:
             print(f"{what} written to {path}")
 
 
-def load_model(name: str, device: str | None, trust_remote_code: bool) -> SentenceTransformer:
+def load_for_evaluation(args: argparse.Namespace) -> SentenceTransformer | None:
+    """What --model names, with the lengths that were asked for; None for bm25."""
+    from st_aggretriever.evaluation.lengths import set_lengths
+
+    if args.model == "bm25":
+        if args.query_length or args.document_length:
+            raise ValueError("--query-length and --document-length: bm25 reads whole texts. Leave them out.")
+        if getattr(args, "lexical_dim", None) or getattr(args, "windows", None):
+            raise ValueError("--lexical-dim and --windows: bm25 has no vectors. Leave them out.")
+        if getattr(args, "quantize", None):
+            raise ValueError("--quantize: bm25 has no vocabulary product. Leave it out.")
+        return None
+    model = load_model(args.model, args.device, args.trust_remote_code, args.quantize)
+    set_lengths(model, args.query_length, args.document_length)
+    return shaped(model, args) if hasattr(args, "lexical_dim") else model
+
+
+def load_model(
+    name: str, device: str | None, trust_remote_code: bool, quantize: str | None = None
+) -> SentenceTransformer:
     """An Aggretriever by this package's own classes, which need no trust; any other model as it asks for."""
     from pathlib import Path
 
@@ -60,6 +125,12 @@ def load_model(name: str, device: str | None, trust_remote_code: bool) -> Senten
         raise ValueError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
     modules = load_file_path(name, "modules.json")
     if modules is not None and "st_aggretriever" not in Path(modules).read_text(encoding="utf-8"):
+        if quantize not in (None, "none"):
+            raise ValueError(f"--quantize is for an Aggretriever, and {name} is none. Leave it out.")
         return SentenceTransformer(name, device=device, trust_remote_code=trust_remote_code)
+    if modules is None and not Path(name).is_dir() and load_file_path(name, "config.json") is None:
+        raise FileNotFoundError(
+            f"--model {name}: there is no folder of that name, and no such model on the Hub in reach."
+        )
     # Without modules.json too: its sentence says more than a mean pooling that nobody asked for would.
-    return load_aggretriever(name, device=device)
+    return load_aggretriever(name, device=device, quantize=quantize)

@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.encoding import Encoder, model_hash
+from st_aggretriever.evaluation.lengths import length_rules
 from st_aggretriever.evaluation.metrics import (
     Qrels,
     evaluate_run,
@@ -25,6 +25,7 @@ from st_aggretriever.evaluation.runs import check_run_id, run_lines
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum, find_text
 from st_aggretriever.search import Hits, pick_backend, search
+from st_aggretriever.versions import versions
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def find_hits(
         "model": model_name or str(getattr(getattr(model, "model_card_data", None), "base_model", None) or "unnamed"),
         "model_hash": model_hash(model),
         "truncated": encoder.truncated,
-        "rules": [encoder.rule],
+        "rules": [encoder.rule, *length_rules(model)],
         "encoding": encoder.settings(query_vectors.shape[1]) | {"batch_size": batch_size},
         "search": {"backend": library, "device": device},
         "seconds": {
@@ -254,6 +255,9 @@ def score_hits(
     counts: dict[str, int | None] = dict(collection.counts)
     rankings, dropped = _rankings(list(collection.queries), hits, top_k, drop_identical_ids)
     counts["dropped_identical_ids"] = len(dropped)
+    counts["queries_all_tied"] = tied = _all_tied(rankings)
+    if tied:
+        logger.warning("%s: %d queries score all they found alike; the order of ids decides.", collection.data, tied)
     relevant = sum(collection.qrels[query].get(query, 0) > 0 for query in dropped)
     counts["dropped_though_relevant"] = relevant
     truncated = how.get("truncated", {})
@@ -353,12 +357,13 @@ def check_corpus(
 ) -> dict[str, int]:
     """Read the whole corpus once, so that a bad line is found before hours of encoding, and count what figures need."""
     unknown = {document for grades in qrels.values() for document in grades}
-    documents = 0
+    documents = empty = 0
     if ids_in_run:
         for query in qrels:
             check_run_id("query", query)
-    for document, _ in corpus:
+    for document, text in corpus:
         documents += 1
+        empty += not text.strip()
         unknown.discard(document)
         if ids_in_run:
             check_run_id("document", document)
@@ -369,9 +374,12 @@ def check_corpus(
             data,
             dangling,
         )
+    if empty:
+        logger.warning("%s: %d documents are empty; a model finds them by chance.", data, empty)
     return {
         "queries": len(qrels),
         "documents": documents,
+        "empty_documents": empty,
         "dangling_qrels": dangling,
         "queries_without_relevant": sum(max(grades.values()) < relevance for grades in qrels.values()),
     }
@@ -396,27 +404,6 @@ def _rankings(queries: list[str], hits: Hits, top_k: int, drop: bool) -> tuple[d
     return rankings, dropped
 
 
-def versions() -> dict[str, str | None]:
-    """Of this package and of those whose version can change a figure; None for what isn't installed."""
-    from st_aggretriever import __version__
-
-    found: dict[str, str | None] = {"st_aggretriever": __version__}
-    packages = {
-        "sentence-transformers": ["sentence-transformers"],
-        "transformers": ["transformers"],
-        "torch": ["torch"],
-        "faiss": ["faiss-cpu", "faiss-gpu-cu12", "faiss-gpu"],
-        "pytrec_eval": ["pytrec-eval-terrier", "pytrec_eval"],
-        "bm25s": ["bm25s"],
-        "mteb": ["mteb"],
-    }
-    for name, distributions in packages.items():
-        found[name] = next(filter(None, map(_installed, distributions)), None)
-    return found
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+def _all_tied(rankings: Mapping[str, Mapping[str, float]]) -> int:
+    """Queries that found more than one document, all with one score."""
+    return sum(len(ranking) > 1 and len(set(ranking.values())) == 1 for ranking in rankings.values())

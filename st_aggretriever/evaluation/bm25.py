@@ -1,4 +1,4 @@
-"""BM25 as a run to compare with, by bm25s: Lucene's variant, English stop words and stemming."""
+"""BM25 as a run to compare with."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from st_aggretriever.bm25 import RULE, search_bm25
 from st_aggretriever.evaluation.beir import Collection, check_outputs, read_collection, score_hits
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
-from st_aggretriever.search import Hits, order_ties
-
-K1, B = 0.9, 0.4  # Pyserini's defaults for passages, which the published BM25 figures use
-RULE = f"BM25 by bm25s: method lucene, k1 {K1}, b {B}, English stop words, Snowball English stemmer"
+from st_aggretriever.search import Hits
 
 
 def evaluate_bm25(
@@ -75,52 +71,3 @@ def find_hits_bm25(
         "search": {"backend": "bm25s", "device": "cpu"},
         "seconds": {"search": round(time.perf_counter() - started, 3)},
     }
-
-
-def search_bm25(queries: Mapping[str, str], corpus: Iterable[tuple[str, str]], top_k: int) -> Hits:
-    """The ``top_k`` documents of each query by BM25.
-
-    Args:
-        queries: Q texts by id.
-        corpus: (id, text) of each document; kept in memory as an inverted index.
-        top_k: How many to return; fewer where the corpus has fewer. Documents that share no word score 0.
-
-    Returns:
-        Scores and ids, (Q, min(top_k, N)), best first, equal scores by id, descending.
-
-    Raises:
-        ImportError: bm25s or PyStemmer is missing.
-        ValueError: The corpus holds no word at all.
-    """
-    try:
-        import bm25s
-        import Stemmer
-    except ImportError as error:
-        raise ImportError(f"BM25 needs bm25s and PyStemmer ({error}). pip install st-aggretriever[eval]") from error
-
-    ids, texts = [], []
-    for key, text in corpus:
-        ids.append(key)
-        texts.append(text)
-    stemmer = Stemmer.Stemmer("english")
-
-    def words(batch: list[str]) -> Any:
-        return bm25s.tokenize(batch, stopwords="en", stemmer=stemmer, show_progress=False, return_ids=False)
-
-    documents = words(texts)
-    if not any(documents):
-        raise ValueError(f"search_bm25: the {len(ids)} documents hold no word to index.")
-    index = bm25s.BM25(method="lucene", k1=K1, b=B)
-    index.index(documents, show_progress=False)
-    k = min(top_k, len(ids))
-    names = np.array(ids, dtype=object)
-    scores, found = np.zeros((len(queries), k), np.float32), np.empty((len(queries), k), object)
-    for row, query in enumerate(words(list(queries.values()))):
-        every = index.get_scores(query) if query else np.zeros(len(ids), np.float32)
-        # Every document that the cut at k could keep: all that score at least as much as the k-th.
-        kept = np.flatnonzero(every >= np.partition(every, -k)[-k])
-        kept = kept[np.argsort(-every[kept], kind="stable")]
-        one = Hits(every[kept][None].astype(np.float32), names[kept][None])
-        order_ties(one, k)
-        scores[row], found[row] = one.scores[0, :k], one.ids[0, :k]
-    return Hits(scores, found)

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from st_aggretriever.atomic import replacing
-from st_aggretriever.evaluation.beir import read_collection, versions
+from st_aggretriever.evaluation.beir import read_collection
 from st_aggretriever.evaluation.metrics import evaluate_run, mean_figures, metric_rules, rank
 from st_aggretriever.evaluation.runs import read_run
-from st_aggretriever.readers.beir import read_corpus
+from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum
+from st_aggretriever.versions import versions
 
 SHOWN = 3  # passages of each run for a query that changed
 EXACT_LIMIT = 14  # queries up to which all sign patterns are tried: 2^14 of them
@@ -200,7 +201,8 @@ def format_comparison(result: Mapping[str, Any], files: Sequence[str | Path]) ->
         yield f"{name[:32]:32}" + "".join(f"{row[metric]:9.4f}" for metric in metrics)
     runs = _read_runs(files)
     data, split = result["data"], result["split"]
-    collection = read_collection(data, split, ids_in_run=False)
+    queries = read_queries(data)
+    qrels = read_qrels(data, split, queries)
     texts = _texts(data, result["pairs"], runs)
     for pair in result["pairs"]:
         one, two = pair["runs"]
@@ -215,11 +217,11 @@ def format_comparison(result: Mapping[str, Any], files: Sequence[str | Path]) ->
         )
         for change in pair["changed"]:
             query = change["query"]
-            yield f"  ? {query}: {collection.queries[query]}"
+            yield f"  ? {query}: {queries[query]}"
             for name in (one, two):
                 yield f"    {name} {change[name]:.4f}"
                 for key in rank(runs[name].get(query, {}), SHOWN):
-                    mark = "*" if collection.qrels[query].get(key, 0) > 0 else " "
+                    mark = "*" if qrels[query].get(key, 0) > 0 else " "
                     yield f"    {mark} {key}: {texts.get(key, '(not in the corpus)')[:100]}"
     yield from ("", *(f"- {rule}" for rule in result["rules"]))
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.encoding import Encoder, count_truncated, length_limit, model_hash, prompt_of
-from st_aggretriever.evaluation.beir import versions
 from st_aggretriever.search import search
+from st_aggretriever.versions import versions
 
 try:
     import mteb
@@ -130,7 +130,9 @@ def find_tasks(names: Sequence[str], benchmark: str | None) -> list[Any]:
             return list(mteb.get_benchmark(benchmark).tasks)
         return [mteb.get_task(name) for name in names]
     except KeyError as error:
-        raise ValueError(f"evaluate mteb: mteb {mteb.__version__} says {error.args[0]}") from None
+        raise ValueError(
+            f"evaluate mteb: mteb {mteb.__version__} says: {str(error.args[0]).removeprefix('KeyError: ')}"
+        ) from None
 
 
 class ExactIndex:

@@ -14,10 +14,11 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.atomic import replacing
-from st_aggretriever.evaluation.beir import read_collection, versions
+from st_aggretriever.evaluation.beir import read_collection
 from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.readers.pairs import read_pairs
 from st_aggretriever.readers.text import checksum
+from st_aggretriever.versions import versions
 
 WORDS = 8  # of a gram
 SHARE = 0.5  # of a document's grams

@@ -12,12 +12,13 @@ from typing import Any
 import regex
 
 from st_aggretriever.atomic import replacing
-from st_aggretriever.evaluation.beir import check_before, check_outputs, find_hits, versions
+from st_aggretriever.evaluation.beir import check_before, check_outputs, find_hits
 from st_aggretriever.evaluation.bm25 import find_hits_bm25
 from st_aggretriever.evaluation.metrics import rank
 from st_aggretriever.evaluation.runs import run_lines
 from st_aggretriever.readers.dpr import Question, read_passages, read_questions
 from st_aggretriever.readers.text import checksum
+from st_aggretriever.versions import versions
 
 CUTS = (5, 20, 100)
 # Words of letters, digits and marks, or any other single character that is neither a separator nor a control character:

@@ -1,0 +1,225 @@
+"""Search by one of Faiss's approximate indexes, with its recall against exact search; such an index in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from st_aggretriever.atomic import replacing
+from st_aggretriever.retrieve import recall, search_exactly
+from st_aggretriever.search import Hits, check_vectors, pick_backend
+from st_aggretriever.vectors import VectorFolder
+
+T = TypeVar("T")
+
+TRAINING_VECTORS = 100_000  # that an approximate index learns its cells and codes from, at most
+FORMAT = "st_aggretriever index, 1"
+_CHUNK = 2**24  # bytes read at a time
+
+
+class Built(NamedTuple):
+    """An index that holds all vectors of a folder, in the folder's order."""
+
+    factory: str  # as Faiss's index_factory takes it, for instance "IVF1024,PQ96", "HNSW32", "IVF4096,Flat"
+    index: Any  # faiss.Index
+    ids: list[str]
+    seconds: float  # of building, or of reading
+
+
+def build_index(folder: VectorFolder, factory: str, parameters: str = "") -> Built:
+    """Train an index on vectors spread evenly over the folder and fill it block by block; it stays in memory.
+
+    The inner product is its measure.
+
+    Args:
+        factory: For Faiss's ``index_factory``.
+        parameters: Of its search, for instance ``"nprobe=32"``, refused before the work if they aren't the index's.
+
+    Raises:
+        ValueError: Faiss doesn't know the index or the parameters, or there are too few vectors to train it.
+        ImportError: No working Faiss.
+    """
+    faiss = _faiss()
+    started = time.perf_counter()
+    index = _faiss_says(factory, lambda: faiss.index_factory(folder.dimension, factory, faiss.METRIC_INNER_PRODUCT))
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ValueError(f"{factory!r} doesn't compare by inner product.")
+    _set_parameters(factory, index, parameters)
+    if not index.is_trained:
+        sample = training_sample(folder, TRAINING_VECTORS)
+        _faiss_says(factory, lambda: index.train(sample))
+    ids: list[str] = []
+    for block_ids, vectors in folder.blocks():
+        check_vectors(block_ids, vectors, "document")
+        index.add(vectors)
+        ids += block_ids
+    return Built(factory, index, ids, time.perf_counter() - started)
+
+
+def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
+    """Write an index to a file, whole or not at all: one line of JSON on what it was built from, then Faiss's bytes.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    faiss = _faiss()
+    header = {
+        "format": FORMAT,
+        "factory": built.factory,
+        "vectors_sha256": vectors_hash(folder),
+        "rows": len(built.ids),
+    }
+    with replacing(path, "wb") as file:
+        file.write(json.dumps(header).encode() + b"\n")
+        try:
+            faiss.write_index(built.index, faiss.PyCallbackIOWriter(file.write, _CHUNK))
+        except RuntimeError as error:
+            raise OSError(f"{path} can't be written: {_reason(error)}.") from None
+
+
+def load_index(path: str | Path, folder: VectorFolder) -> Built:
+    """Read an index that :func:`save_index` wrote for just these vectors.
+
+    Raises:
+        ValueError: No such file's content, a damaged one, or one built from other vectors.
+        OSError: It can't be read.
+        ImportError: No working Faiss.
+    """
+    faiss = _faiss()
+    started = time.perf_counter()
+    with Path(path).open("rb") as file:
+        try:
+            header = json.loads(file.readline(2**16))
+            known = header["format"] == FORMAT
+        except (ValueError, KeyError, TypeError):
+            known = False
+        if not known:
+            raise ValueError(f"{path} is no index that search --save-index wrote.")
+        if header["vectors_sha256"] != vectors_hash(folder):
+            raise ValueError(
+                f"{path} was built from other vectors than {folder.folder} holds: another model, setting or texts."
+                " Build it again by --index-factory."
+            )
+        try:
+            index = faiss.read_index(faiss.PyCallbackIOReader(file.read, _CHUNK))
+        except RuntimeError as error:
+            raise ValueError(f"{path} is damaged ({_reason(error)}). Build it again by --index-factory.") from None
+    ids = [key for record in _records(folder) for key in json.loads(record)["ids"]]
+    if index.ntotal != len(ids) or index.d != folder.dimension:
+        raise ValueError(f"{path} holds {index.ntotal:,} vectors, {folder.folder} {len(ids):,}. Build it again.")
+    return Built(header["factory"], index, ids, time.perf_counter() - started)
+
+
+def vectors_hash(folder: VectorFolder) -> str:
+    """SHA-256 of a folder's manifest, ids and the checksums of its vectors."""
+    digest = hashlib.sha256(json.dumps(folder.manifest, sort_keys=True).encode())
+    for record in _records(folder):
+        digest.update(record)
+    return digest.hexdigest()
+
+
+def _records(folder: VectorFolder) -> Iterator[bytes]:
+    """What is written beside the vectors of each block: ids and checksum."""
+    for number in range(folder.manifest["blocks"]):
+        yield (folder.folder / f"block-{number:05d}.json").read_bytes()
+
+
+def search_approximately(
+    folder: VectorFolder, query_vectors: np.ndarray, top_k: int, built: Built, parameters: str = ""
+) -> tuple[Hits, dict[str, Any]]:
+    """The ``top_k`` documents that an approximate index finds, on the CPU, and what it costs.
+
+    Its recall is the share of the exact ``top_k`` (by :func:`st_aggretriever.retrieve.search_exactly`, all queries)
+    among what it found.
+
+    Args:
+        built: See :func:`build_index` and :func:`load_index`.
+        parameters: Of the search, for instance ``"nprobe=32"``.
+
+    Returns:
+        Hits, where a query that has fewer than ``top_k`` is filled up with id None and score -inf; and a report:
+        ``recall``, ``bytes`` of the index, ``seconds`` of building or reading it, of its search and of the exact one.
+
+    Raises:
+        ValueError: Faiss doesn't know the parameters, or the query vectors don't fit.
+    """
+    queries = check_vectors(range(len(query_vectors)), query_vectors, "query", dim=folder.dimension)
+    index: Any = built.index
+    _set_parameters(built.factory, index, parameters)
+    started = time.perf_counter()
+    scores, positions = index.search(queries, min(top_k, len(built.ids)))
+    found = time.perf_counter()
+    exact = search_exactly(folder, queries, top_k)
+    done = time.perf_counter()
+    names = np.array([*built.ids, None], dtype=object)  # Faiss's position -1, nothing more found, is the last
+    hits = Hits(np.where(positions < 0, -np.inf, scores).astype(np.float32), names[positions])
+    report = {
+        "factory": built.factory,
+        "parameters": parameters,
+        "recall": recall(hits, exact),
+        "bytes": _size(index),
+        "seconds": {"build": round(built.seconds, 3), "search": round(found - started, 3),
+                    "exact_search": round(done - found, 3)},
+    }  # fmt: skip
+    return hits, report
+
+
+def training_sample(folder: VectorFolder, limit: int) -> np.ndarray:
+    """(n, dim) float32, every ``rows / limit``-th vector of the folder, all if there are no more than ``limit``."""
+    step = max(1, -(-folder.rows // limit))
+    parts, skip = [], 0
+    for _, vectors in folder.blocks():
+        parts.append(vectors[skip::step].copy())
+        skip = (skip - len(vectors)) % step
+    return np.concatenate(parts)
+
+
+def _set_parameters(factory: str, index: Any, parameters: str) -> None:
+    if parameters:
+        space: Any = _faiss().ParameterSpace()
+        _faiss_says(factory, lambda: space.set_index_parameters(index, parameters), parameters)
+
+
+def _faiss() -> Any:
+    pick_backend("faiss", "cpu")  # whose sentence names the extra
+    import faiss
+
+    return faiss
+
+
+def _size(index: Any) -> int:
+    """Bytes of the index as a file, counted without keeping them."""
+    faiss = _faiss()
+    count = 0
+
+    def write(piece: bytes) -> int:
+        nonlocal count
+        count += len(piece)
+        return len(piece)
+
+    faiss.write_index(index, faiss.PyCallbackIOWriter(write, _CHUNK))
+    return count
+
+
+def _faiss_says(factory: str, call: Callable[[], T], parameters: str = "") -> T:
+    """The call's value; what Faiss complains of in lines of C++ becomes one sentence."""
+    try:
+        return call()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"Faiss can't make the index {factory!r} ({parameters or 'no parameters'}) of these vectors:"
+            f" {_reason(error)}."
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without the function, file and line of Faiss's source."""
+    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return re.sub(r"^(?:Error in .*? at \S+:\d+: )?(?:Error: )?(?:'.*' failed: )?", "", last).rstrip(". ")
