@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from st_aggretriever.folding import Folded, lexical_part, unfoldable_texts
 from st_aggretriever.search import check_vectors
 from st_aggretriever.vectors import VectorFolder, VectorWriter, check_dtype, check_output
 
@@ -37,6 +38,8 @@ class Encoder:
         seconds: Spent on documents so far.
         truncated: Texts of each side so far that were longer than the model's length, None where its tokenizer or
             length can't be found.
+        unfoldable: Texts so far whose vectors can't be folded (see :func:`st_aggretriever.folding.unfoldable_texts`),
+            None where that couldn't be watched.
 
     Raises:
         ValueError: The model's similarity is neither dot nor cosine.
@@ -48,6 +51,8 @@ class Encoder:
         if similarity not in ("dot", "cosine"):
             raise ValueError(f"Encoder: the model's similarity must be dot or cosine, got {similarity}.")
         self.model = model
+        self.part = lexical_part(model)
+        self.unfoldable: int | None = 0
         self.similarity = similarity
         self.options = {
             "batch_size": batch_size,
@@ -73,18 +78,27 @@ class Encoder:
         if cut is not None:
             self.truncated[side] = (self.truncated[side] or 0) + cut
         encode = self.model.encode_query if side == "query" else self.model.encode_document
-        return np.asarray(encode(list(texts), **self.options), dtype=np.float32)
+        with unfoldable_texts(self.model, self.part) as seen:
+            vectors = np.asarray(encode(list(texts), **self.options), dtype=np.float32)
+        if self.part is not None and self.part.depends_on_texts and self.unfoldable is not None:
+            watched = sum(map(len, seen)) >= len(texts)
+            self.unfoldable = self.unfoldable + sum(int(flags.sum()) for flags in seen) if watched else None
+        return vectors
 
     def manifest(self, side: str, dimension: int, name: str) -> dict[str, Any]:
         """What vectors of this side are made by, as :class:`st_aggretriever.vectors.VectorFolder` keeps it."""
         return {
             "side": side,
             "model": name,
-            "model_hash": model_hash(self.model),
+            # Approximations of the same vectors may be compared with them.
+            "model_hash": model_hash(self.model, quantize=False),
+            "quantize": quantize_of(self.model),
             "dimension": dimension,
             "parts": vector_parts(self.model, dimension),
+            "lexical": self.part and self.part._asdict(),
             "similarity": self.similarity,
             "length": length_limit(self.model, side),
+            "windows": getattr(self.model, "windows", None) if side == "document" else None,
             "prompt": prompt_of(self.model, side),
         }
 
@@ -120,8 +134,11 @@ class Encoder:
     def settings(self, dimension: int) -> dict[str, Any]:
         """Lengths and prompts of the model, as far as it has them (None otherwise)."""
         first = first_module(self.model)
+        changed = {name: getattr(self.model, name, None) for name in ("folded_to", "windows")}
+        changed["quantize"] = None if (quantize := quantize_of(self.model)) == "none" else quantize
         return {
             "dimension": dimension,
+            **{name: value for name, value in changed.items() if value is not None},
             "similarity": self.similarity,
             "query_length": getattr(first, "query_length", None),
             "document_length": getattr(first, "document_length", None),
@@ -201,11 +218,18 @@ def encode_to_disk(
 
 def _encode_block(encoder: Encoder, writer: VectorWriter, number: int, block: list[tuple[str, str]], bar: tqdm) -> None:
     side = writer.manifest["side"]
-    before = encoder.truncated[side] or 0
+    truncated, unfoldable = encoder.truncated[side], encoder.unfoldable
     ids = [key for key, _ in block]
     vectors = check_vectors(ids, encoder.block([text for _, text in block], side, bar), side)
-    after = encoder.truncated[side]
-    writer.write(number, ids, vectors, truncated=None if after is None else after - before)
+    counts = {
+        "truncated": _since(truncated, encoder.truncated[side]),
+        "unfoldable": _since(unfoldable, encoder.unfoldable),
+    }
+    writer.write(number, ids, vectors, **counts)
+
+
+def _since(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _scan(source: Source) -> tuple[int, str]:
@@ -252,6 +276,8 @@ def count_truncated(model: Any, texts: Sequence[str], side: str, *, prompt: str 
     limit = length_limit(model, side)
     if limit is None:
         return None
+    if side == "document" and getattr(model, "windows", None):
+        return 0  # the model reads them to the end
     if prompt is None:
         prompt = prompt_of(model, side)
     tokens = model.tokenizer(
@@ -265,16 +291,25 @@ def count_truncated(model: Any, texts: Sequence[str], side: str, *, prompt: str 
     return sum(len(row) > limit for row in tokens)
 
 
-def model_hash(model: Any) -> str | None:
+def quantize_of(model: Any) -> str:
+    """In how many bits the model computes its vocabulary product: ``"none"`` (as it is), ``"int8"`` or ``"bf16"``."""
+    modules = getattr(model, "_modules", {}).values()
+    return next((module.quantize for module in modules if isinstance(getattr(module, "quantize", None), str)), "none")
+
+
+def model_hash(model: Any, *, quantize: bool = True) -> str | None:
     """SHA-256 of what makes a model's vectors: modules with their settings, weights, tokenizer, prompts, truncate_dim.
 
-    Equal for equal models on any device and under any name; None for an object that isn't a torch module.
+    Equal for equal models on any device and under any name; None for an object that isn't a torch module. With
+    ``quantize=False`` also equal for a model whose vocabulary product is quantised and one whose isn't.
     """
     if not hasattr(model, "state_dict"):
         return None
     digest = hashlib.sha256()
     for module in getattr(model, "_modules", {}).values():
-        settings: dict[str, Any] = getattr(module, "get_config_dict", dict)()
+        settings: dict[str, Any] = dict(getattr(module, "get_config_dict", dict)())
+        if not quantize or settings.get("quantize") == "none":
+            settings.pop("quantize", None)
         digest.update(json.dumps([type(module).__name__, settings], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -304,6 +339,8 @@ def vector_parts(model: Any, dimension: int) -> list[list[Any]]:
     >>> vector_parts(object(), 384)
     [['embedding', 384]]
     """
+    if isinstance(model, Folded):
+        return model.parts
     try:
         last = model[-1]
     except (TypeError, KeyError, IndexError):

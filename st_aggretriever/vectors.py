@@ -1,8 +1,9 @@
 """Vectors and ids on disk: blocks that are whole or absent, and a manifest that says what made them.
 
 A folder holds ``manifest.json`` and, for each block, ``block-00000.npy`` ((n, dim) float32 or float16) beside
-``block-00000.json`` (its ids, its checksum, how many of its texts were cut). A block counts once its JSON file, which
-is written last, is there. Until all are there the folder is called ``NAME.partial``.
+``block-00000.json`` (its ids, its checksum, how many of its texts were cut, of how many the vector can't be folded). A
+block counts once its JSON file, which is written last, is there. Until all are there the folder is called
+``NAME.partial``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from st_aggretriever.atomic import replacing
+from st_aggretriever.folding import LexicalPart, fold_part
 
 T = TypeVar("T")
+COUNTED = ("rows", "blocks", "truncated", "unfoldable")  # what the manifest says only when the folder is complete
 
 FORMAT = "st_aggretriever vectors, 1"
 DTYPES = ("float32", "float16")
@@ -61,7 +64,7 @@ class VectorWriter:
 
     def _check_started(self) -> None:
         started = read_manifest(self.partial)
-        started = {key: value for key, value in started.items() if key not in ("rows", "blocks", "truncated")}
+        started = {key: value for key, value in started.items() if key not in COUNTED}
         keys = [key for key in {**started, **self.manifest} if started.get(key) != self.manifest.get(key)]
         if keys:
             before, now = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys)
@@ -78,7 +81,15 @@ class VectorWriter:
         """Whether block ``number`` is complete."""
         return _record_path(self.partial, number).exists()
 
-    def write(self, number: int, ids: Sequence[str], vectors: np.ndarray, *, truncated: int | None = None) -> None:
+    def write(
+        self,
+        number: int,
+        ids: Sequence[str],
+        vectors: np.ndarray,
+        *,
+        truncated: int | None = None,
+        unfoldable: int | None = None,
+    ) -> None:
         """Write one block.
 
         Args:
@@ -86,6 +97,7 @@ class VectorWriter:
             ids: n strings.
             vectors: (n, dim) float32.
             truncated: How many of the n texts were cut, None where that is unknown.
+            unfoldable: Of how many the vector can't be folded, None where that is unknown.
 
         Raises:
             ValueError: A number beyond float16, named by its id.
@@ -93,7 +105,12 @@ class VectorWriter:
         stored = to_dtype(ids, vectors, self.dtype)
         with replacing(_vectors_path(self.partial, number), "wb") as file:
             np.save(file, stored, allow_pickle=False)
-        record = {"ids": list(ids), "sha256": hashlib.sha256(stored.data).hexdigest(), "truncated": truncated}
+        record = {
+            "ids": list(ids),
+            "sha256": hashlib.sha256(stored.data).hexdigest(),
+            "truncated": truncated,
+            "unfoldable": unfoldable,
+        }
         with replacing(_record_path(self.partial, number)) as file:
             json.dump(record, file, ensure_ascii=False)
 
@@ -103,13 +120,15 @@ class VectorWriter:
         Raises:
             ValueError: One of the ``blocks`` is missing.
         """
-        rows, truncated = 0, []
+        rows = 0
+        counts: dict[str, list[Any]] = {"truncated": [], "unfoldable": []}
         for number in range(blocks):
             record = _read_record(self.partial, number)
             rows += len(record["ids"])
-            truncated.append(record["truncated"])
-        cut = None if None in truncated else sum(truncated)
-        complete = {**self.manifest, "rows": rows, "blocks": blocks, "truncated": cut}
+            for name, values in counts.items():
+                values.append(record.get(name))
+        sums = {name: None if None in values else sum(values) for name, values in counts.items()}
+        complete = {**self.manifest, "rows": rows, "blocks": blocks, **sums}
         self._write_manifest(complete)
         self.partial.rename(self.folder)
         return complete
@@ -118,12 +137,20 @@ class VectorWriter:
 class VectorFolder:
     """A finished folder of vectors, read block by block.
 
+    Args:
+        folder: Where it lies.
+        lexical_dim: Fold the lexical part to this many dimensions while reading: ``dimension`` and ``manifest`` are
+            then the folded vectors'. Exact for float32 on disk (see :func:`st_aggretriever.fold_embeddings`).
+
+    Attributes:
+        ambiguous: Block -> places where equal stored magnitudes of opposite sign met, for rounded numbers.
+
     Raises:
         FileNotFoundError: No such folder, or it isn't finished.
-        ValueError: It holds no vectors of this format.
+        ValueError: It holds no vectors of this format, or they can't be folded so.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, lexical_dim: int | None = None) -> None:
         self.folder = Path(folder)
         if not (self.folder / "manifest.json").is_file():
             if (partial_of(self.folder) / "manifest.json").is_file():
@@ -135,15 +162,62 @@ class VectorFolder:
         if "blocks" not in self.manifest:
             raise FileNotFoundError(f"{self.folder} is an unfinished encoding: run the same encode command again.")
         self.rows: int = self.manifest["rows"]
+        self.stored_dimension: int = self.manifest["dimension"]
+        self.ambiguous: dict[int, int] = {}
+        self._fold: tuple[LexicalPart, int] | None = None
+        if lexical_dim is not None:
+            self._fold_to(lexical_dim)
         self.dimension: int = self.manifest["dimension"]
+
+    def _fold_to(self, lexical_dim: int) -> None:
+        settings = self.manifest.get("lexical")
+        if not settings:
+            raise ValueError(
+                f"{self.folder} can't be folded: its manifest names no lexical part (vectors of another kind of model, "
+                "cut by truncate_dim, or written before folding was known)."
+            )
+        part = LexicalPart(**settings)
+        if lexical_dim == part.width:
+            return
+        part.check(lexical_dim)
+        unfoldable = self.manifest.get("unfoldable")
+        if part.depends_on_texts and unfoldable != 0:
+            found = "how many of its texts" if unfoldable is None else f"{unfoldable:,} of its {self.rows:,} texts"
+            raise ValueError(
+                f"{self.folder} can't be folded: {found} have no token of positive weight"
+                f"{' is not known' if unfoldable is None else ''}, and under term_weight='identity' the sign of such a "
+                "vector doesn't tell which half of a slice it came from. Encode with that lexical_dim."
+            )
+        parts = [
+            [name, lexical_dim if name == "lexical_embedding" else width] for name, width in self.manifest["parts"]
+        ]
+        self._fold = part, lexical_dim
+        self.manifest |= {
+            "parts": parts,
+            "dimension": sum(width for _, width in parts),
+            "lexical": part._replace(width=lexical_dim)._asdict(),
+        }
 
     @property
     def size(self) -> int:
         """Bytes of the vectors on disk."""
-        return self.rows * self.dimension * np.dtype(self.manifest["dtype"]).itemsize
+        return self.rows * self.stored_dimension * np.dtype(self.manifest["dtype"]).itemsize
+
+    def folding(self) -> str | None:
+        """One sentence on what folding did to the vectors read so far; None where nothing is folded."""
+        if self._fold is None:
+            return None
+        _, lexical_dim = self._fold
+        if self.manifest["dtype"] == "float32":
+            return f"{self.folder}: folded to {lexical_dim} lexical dimensions, exactly"
+        return (
+            f"{self.folder}: folded to {lexical_dim} lexical dimensions from {self.manifest['dtype']}, approximately: "
+            f"of {self.rows * lexical_dim:,} places {sum(self.ambiguous.values()):,} hold equal stored magnitudes of "
+            "opposite sign"
+        )
 
     def read(self, number: int) -> tuple[list[str], np.ndarray]:
-        """Ids and vectors (n, dim) of a block, in the dtype on disk.
+        """Ids and vectors (n, dim) of a block, folded where asked, in the dtype on disk.
 
         Raises:
             ValueError: The block isn't what the manifest says, for instance cut off; the sentence names the file.
@@ -155,11 +229,14 @@ class VectorFolder:
             vectors = np.load(path, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is broken ({error}). Encode again.") from None
-        expected = (np.dtype(self.manifest["dtype"]), (len(ids), self.dimension))
+        expected = (np.dtype(self.manifest["dtype"]), (len(ids), self.stored_dimension))
         if (vectors.dtype, vectors.shape) != expected:
             raise ValueError(
                 f"{path} holds {vectors.dtype} {vectors.shape}, expected {expected[0]} {expected[1]}. Encode again."
             )
+        if self._fold is not None:
+            vectors, ambiguous = fold_part(vectors, *self._fold)
+            self.ambiguous[number] = ambiguous or 0
         return ids, vectors
 
     def blocks(

@@ -11,14 +11,7 @@ import pytest
 from st_aggretriever import build_aggretriever
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import Source, count_truncated, encode_to_disk, model_hash, prompt_of
-from st_aggretriever.retrieve import (
-    Approximate,
-    load_queries,
-    rankings_of,
-    search_approximately,
-    search_exactly,
-    training_sample,
-)
+from st_aggretriever.retrieve import load_queries, search_exactly
 from st_aggretriever.search import search
 from st_aggretriever.vectors import VectorFolder, VectorWriter, check_comparable
 
@@ -208,48 +201,6 @@ def test_float16_search_rounds_as_a_float16_folder_does(tmp_path: Path) -> None:
         search_exactly(full, queries, 5, dtype="int8")
 
 
-def test_an_approximate_index_reports_its_recall(tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
-    rng = np.random.default_rng(0)
-    vectors, queries = rng.standard_normal((400, 8), np.float32), rng.standard_normal((20, 8), np.float32)
-    folder = VectorFolder(write_vectors(tmp_path / "v", vectors, 150))
-    exact = search_exactly(folder, queries, 10)
-    flat, report = search_approximately(folder, queries, 10, Approximate("Flat"))
-    assert flat.ids.tolist() == exact.ids.tolist()
-    assert report["recall"] == 1.0
-    assert report["bytes"] >= 400 * 8 * 4
-    some, all_cells = (search_approximately(folder, queries, 10, Approximate("IVF8,Flat", f"nprobe={cells}"))
-                       for cells in (1, 8))  # fmt: skip
-    share = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(some[0].ids, exact.ids, strict=True)])
-    assert some[1]["recall"] == pytest.approx(share)
-    assert some[1]["recall"] < 1.0 == all_cells[1]["recall"]
-
-
-def test_a_query_with_few_hits_in_its_cells_keeps_no_empty_id(tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
-    vectors = np.repeat(np.eye(2, dtype=np.float32), [3, 2], axis=0)
-    folder = VectorFolder(write_vectors(tmp_path / "v", vectors))
-    hits, report = search_approximately(folder, np.eye(2, dtype=np.float32)[1:], 5, Approximate("IVF2,Flat"))
-    assert rankings_of(["q"], hits) == {"q": {"d3": 1.0, "d4": 1.0}}
-    assert report["recall"] == 0.4
-
-
-def test_an_unknown_index_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
-    folder = VectorFolder(write_vectors(tmp_path / "v", np.eye(4, dtype=np.float32)))
-    for wrong in (Approximate("NONSENSE"), Approximate("IVF8,Flat"), Approximate("Flat", "nprobe=3")):
-        with pytest.raises(ValueError, match=f"Faiss can't make the index '{wrong.factory}'") as caught:
-            search_approximately(folder, np.eye(4, dtype=np.float32), 2, wrong)
-        assert "\n" not in str(caught.value)
-
-
-def test_the_training_sample_is_spread_over_the_folder(tmp_path: Path) -> None:
-    vectors = np.arange(20, dtype=np.float32).reshape(10, 2)
-    folder = VectorFolder(write_vectors(tmp_path / "v", vectors, 4))
-    assert training_sample(folder, 4)[:, 0].tolist() == [0, 6, 12, 18]
-    assert training_sample(folder, 10)[:, 0].tolist() == list(range(0, 20, 2))
-
-
 @pytest.fixture(scope="module")
 def models(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of two models that differ in their seed alone."""
@@ -305,7 +256,7 @@ def test_commands_encode_and_search(
     index, queries, foreign = (str(tmp_path / name) for name in ("index", "queries", "foreign"))
     assert main([*encode, "--model", models["one"], "--output", index, "--block-size", "3", "--dtype", "float16"]) == 0
     assert "4 document vectors of 12 dimensions, float16, 0.0 MB, 2 blocks" in (out := capsys.readouterr().out)
-    assert "texts cut at 12 tokens: 1; prompt: ''" in out
+    assert "texts cut at 12 tokens: 1\nprompt: ''" in out
     for model, output in ((models["one"], queries), (models["two"], foreign)):
         assert main([*encode, "--model", model, "--output", output, "--side", "query"]) == 0
     assert VectorFolder(index).manifest["parts"] == [["cls_embedding", 4], ["lexical_embedding", 8]]
@@ -346,6 +297,6 @@ def test_command_prints_the_recall_of_an_approximate_index(
     search_it += ["--run", str(tmp_path / "run"), "--index-factory", "HNSW4"]
     capsys.readouterr()
     assert main(search_it) == 0
-    assert "HNSW4 : recall of the exact 4 1.0000, index 0.0 MB" in capsys.readouterr().out
+    assert "HNSW4: recall of the exact 4 1.0000, index 0.0 MB" in capsys.readouterr().out
     assert main([*search_it, "--overwrite", "--index-dtype", "float16"]) == 2
     assert load_queries(tmp_path / "query", VectorFolder(tmp_path / "document"))[0] == ["q", "r"]
