@@ -9,8 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from st_aggretriever.config import TrainConfig
     from st_aggretriever.convert import convert_checkpoint
-    from st_aggretriever.losses import AggretrieverLoss
+    from st_aggretriever.explain import explain_scores, explain_texts
+    from st_aggretriever.folding import fold_embeddings
+    from st_aggretriever.losses import AggretrieverLoss, CachedAggretrieverLoss, Distillation
     from st_aggretriever.model import build_aggretriever, load_aggretriever
     from st_aggretriever.modules import (
         CLSProjection,
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
         TokenLexicalPooling,
     )
     from st_aggretriever.modules import __version__ as __version__
-    from st_aggretriever.training import TrainConfig, train
+    from st_aggretriever.training import train
+    from st_aggretriever.windows import encode_windows
 
 _HOME = {
     "MLMEncoder": "modules",
@@ -34,17 +38,25 @@ _HOME = {
     "Concat": "modules",
     "__version__": "modules",
     "AggretrieverLoss": "losses",
+    "CachedAggretrieverLoss": "losses",
+    "Distillation": "losses",
     "build_aggretriever": "model",
+    "explain_scores": "explain",
+    "explain_texts": "explain",
     "convert_checkpoint": "convert",
+    "encode_windows": "windows",
+    "fold_embeddings": "folding",
     "load_aggretriever": "model",
-    "TrainConfig": "training",
+    "TrainConfig": "config",
     "train": "training",
 }
 
 __all__ = [
     "AggretrieverLoss",
     "CLSProjection",
+    "CachedAggretrieverLoss",
     "Concat",
+    "Distillation",
     "MLMEncoder",
     "MLMLexicalPooling",
     "MeanProjection",
@@ -53,6 +65,10 @@ __all__ = [
     "TrainConfig",
     "build_aggretriever",
     "convert_checkpoint",
+    "encode_windows",
+    "explain_scores",
+    "explain_texts",
+    "fold_embeddings",
     "load_aggretriever",
     "train",
 ]

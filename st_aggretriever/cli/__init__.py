@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from st_aggretriever.cli import evaluate, models, training, vectors
+    from st_aggretriever.cli import evaluate, explain, export, hub, mine, models, training, vectors
 
     parser = argparse.ArgumentParser(
         prog="st-aggretriever", description="Train, search with and evaluate Aggretriever models."
@@ -41,10 +41,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     training.add_quickstart(commands)
     training.add_train(commands)
+    mine.add_mine(commands)
     vectors.add_encode(commands)
     vectors.add_search(commands)
     evaluate.add_evaluate(commands)
     evaluate.add_fuse(commands)
+    explain.add_explain(commands)
     models.add_convert(commands)
     models.add_inspect(commands)
+    export.add_export(commands)
+    hub.add_push(commands)
     return parser
