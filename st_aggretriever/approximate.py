@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,8 @@ T = TypeVar("T")
 
 TRAINING_VECTORS = 100_000  # that an approximate index learns its cells and codes from, at most
 FORMAT = "st_aggretriever index, 1"
-_CHUNK = 2**24  # bytes read at a time
+CHUNK = 2**24  # bytes read at a time
+COUNTS = ("nprobe", "efSearch", "k_factor", "k_factor_rf")  # parameters of a search that are at least 1
 
 
 class Built(NamedTuple):
@@ -46,19 +49,19 @@ def build_index(folder: VectorFolder, factory: str, parameters: str = "") -> Bui
         ValueError: Faiss doesn't know the index or the parameters, or there are too few vectors to train it.
         ImportError: No working Faiss.
     """
-    faiss = _faiss()
+    faiss = load_faiss()
     started = time.perf_counter()
-    index = _faiss_says(factory, lambda: faiss.index_factory(folder.dimension, factory, faiss.METRIC_INNER_PRODUCT))
+    index = faiss_says(factory, lambda: faiss.index_factory(folder.dimension, factory, faiss.METRIC_INNER_PRODUCT))
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise ValueError(f"{factory!r} doesn't compare by inner product.")
-    _set_parameters(factory, index, parameters)
+    set_parameters(factory, index, parameters)
     if not index.is_trained:
         sample = training_sample(folder, TRAINING_VECTORS)
-        _faiss_says(factory, lambda: index.train(sample))
+        faiss_says(factory, lambda: index.train(sample))
     ids: list[str] = []
     for block_ids, vectors in folder.blocks():
         check_vectors(block_ids, vectors, "document")
-        index.add(vectors)
+        faiss_says(factory, functools.partial(index.add, vectors))
         ids += block_ids
     return Built(factory, index, ids, time.perf_counter() - started)
 
@@ -69,7 +72,7 @@ def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
     Raises:
         OSError: It can't be written.
     """
-    faiss = _faiss()
+    faiss = load_faiss()
     header = {
         "format": FORMAT,
         "factory": built.factory,
@@ -79,9 +82,9 @@ def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
     with replacing(path, "wb") as file:
         file.write(json.dumps(header).encode() + b"\n")
         try:
-            faiss.write_index(built.index, faiss.PyCallbackIOWriter(file.write, _CHUNK))
+            faiss.write_index(built.index, faiss.PyCallbackIOWriter(file.write, CHUNK))
         except RuntimeError as error:
-            raise OSError(f"{path} can't be written: {_reason(error)}.") from None
+            raise OSError(f"{path} can't be written: {faiss_reason(error)}.") from None
 
 
 def load_index(path: str | Path, folder: VectorFolder) -> Built:
@@ -92,8 +95,11 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
         OSError: It can't be read.
         ImportError: No working Faiss.
     """
-    faiss = _faiss()
+    faiss = load_faiss()
     started = time.perf_counter()
+    if not Path(path).is_file():
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}: expected a file that search --save-index wrote.")
     with Path(path).open("rb") as file:
         try:
             header = json.loads(file.readline(2**16))
@@ -108,9 +114,9 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
                 " Build it again by --index-factory."
             )
         try:
-            index = faiss.read_index(faiss.PyCallbackIOReader(file.read, _CHUNK))
+            index = faiss.read_index(faiss.PyCallbackIOReader(file.read, CHUNK))
         except RuntimeError as error:
-            raise ValueError(f"{path} is damaged ({_reason(error)}). Build it again by --index-factory.") from None
+            raise ValueError(f"{path} is damaged ({faiss_reason(error)}). Build it again by --index-factory.") from None
     ids = [key for record in _records(folder) for key in json.loads(record)["ids"]]
     if index.ntotal != len(ids) or index.d != folder.dimension:
         raise ValueError(f"{path} holds {index.ntotal:,} vectors, {folder.folder} {len(ids):,}. Build it again.")
@@ -150,11 +156,13 @@ def search_approximately(
     Raises:
         ValueError: Faiss doesn't know the parameters, or the query vectors don't fit.
     """
+    if top_k < 1:
+        raise ValueError(f"search: top_k must be at least 1, got {top_k}.")
     queries = check_vectors(range(len(query_vectors)), query_vectors, "query", dim=folder.dimension)
     index: Any = built.index
-    _set_parameters(built.factory, index, parameters)
+    set_parameters(built.factory, index, parameters)
     started = time.perf_counter()
-    scores, positions = index.search(queries, min(top_k, len(built.ids)))
+    scores, positions = faiss_says(built.factory, lambda: index.search(queries, min(top_k, len(built.ids))), parameters)
     found = time.perf_counter()
     exact = search_exactly(folder, queries, top_k)
     done = time.perf_counter()
@@ -181,13 +189,26 @@ def training_sample(folder: VectorFolder, limit: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _set_parameters(factory: str, index: Any, parameters: str) -> None:
+def set_parameters(factory: str, index: Any, parameters: str) -> None:
+    for name, value in re.findall(r"(\w+)=([^, ]*)", parameters):
+        # Faiss takes these as they come, and fails in the search or gives anything.
+        if name.removeprefix("quantizer_") in COUNTS and not (value.isascii() and 1 <= _number(value) < 2**31):
+            raise ValueError(
+                f"search: {name} of the index {factory!r} must be a number from 1 to 2**31 - 1, got {value!r}."
+            )
     if parameters:
-        space: Any = _faiss().ParameterSpace()
-        _faiss_says(factory, lambda: space.set_index_parameters(index, parameters), parameters)
+        space: Any = load_faiss().ParameterSpace()
+        faiss_says(factory, lambda: space.set_index_parameters(index, parameters), parameters)
 
 
-def _faiss() -> Any:
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def load_faiss() -> Any:
     pick_backend("faiss", "cpu")  # whose sentence names the extra
     import faiss
 
@@ -196,7 +217,7 @@ def _faiss() -> Any:
 
 def _size(index: Any) -> int:
     """Bytes of the index as a file, counted without keeping them."""
-    faiss = _faiss()
+    faiss = load_faiss()
     count = 0
 
     def write(piece: bytes) -> int:
@@ -204,22 +225,22 @@ def _size(index: Any) -> int:
         count += len(piece)
         return len(piece)
 
-    faiss.write_index(index, faiss.PyCallbackIOWriter(write, _CHUNK))
+    faiss.write_index(index, faiss.PyCallbackIOWriter(write, CHUNK))
     return count
 
 
-def _faiss_says(factory: str, call: Callable[[], T], parameters: str = "") -> T:
+def faiss_says(factory: str, call: Callable[[], T], parameters: str = "") -> T:
     """The call's value; what Faiss complains of in lines of C++ becomes one sentence."""
     try:
         return call()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"Faiss can't make the index {factory!r} ({parameters or 'no parameters'}) of these vectors:"
-            f" {_reason(error)}."
+            f" {faiss_reason(error)}."
         ) from None
 
 
-def _reason(error: Exception) -> str:
+def faiss_reason(error: Exception) -> str:
     """What is wrong, without the function, file and line of Faiss's source."""
     last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return re.sub(r"^(?:Error in .*? at \S+:\d+: )?(?:Error: )?(?:'.*' failed: )?", "", last).rstrip(". ")

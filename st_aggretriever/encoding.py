@@ -1,4 +1,4 @@
-"""Texts to vectors by any SentenceTransformer, in memory or on disk, with what made them: lengths, prompts, hash."""
+"""Texts to vectors by any SentenceTransformer, with what made them: lengths, prompts, hash."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.folding import Folded, lexical_part, unfoldable_texts
 from st_aggretriever.search import check_vectors
-from st_aggretriever.vectors import VectorFolder, VectorWriter, check_dtype, check_output
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +36,7 @@ class Encoder:
         seconds: Spent on documents so far.
         truncated: Texts of each side so far that were longer than the model's length, None where its tokenizer or
             length can't be found.
+        tokens: Of each side so far that the model read, special ones included, None likewise.
         unfoldable: Texts so far whose vectors can't be folded (see :func:`st_aggretriever.folding.unfoldable_texts`),
             None where that couldn't be watched.
 
@@ -65,6 +64,7 @@ class Encoder:
         self.truncated: dict[str, int | None] = {
             side: None if length_limit(model, side) is None else 0 for side in PROMPT_NAMES
         }
+        self.tokens = dict(self.truncated)
 
     @property
     def rule(self) -> str:
@@ -74,9 +74,10 @@ class Encoder:
 
     def encode(self, texts: Sequence[str], side: str) -> np.ndarray:
         """(n, dim) float32 of at most ``texts_at_once`` texts; ``side`` is ``"query"`` or ``"document"``."""
-        cut = count_truncated(self.model, texts, side)
-        if cut is not None:
-            self.truncated[side] = (self.truncated[side] or 0) + cut
+        counted = count_tokens(self.model, texts, side)
+        if counted is not None:
+            self.tokens[side] = (self.tokens[side] or 0) + counted[0]
+            self.truncated[side] = (self.truncated[side] or 0) + counted[1]
         encode = self.model.encode_query if side == "query" else self.model.encode_document
         with unfoldable_texts(self.model, self.part) as seen:
             vectors = np.asarray(encode(list(texts), **self.options), dtype=np.float32)
@@ -148,102 +149,6 @@ class Encoder:
         }
 
 
-class Source(NamedTuple):
-    """Texts that can be streamed more than once, with a name for the manifest."""
-
-    name: str
-    stream: Callable[[], Iterable[tuple[str, str]]]  # -> (id, text), ids unique
-
-
-def encode_to_disk(
-    model: Any,
-    source: Source,
-    output: str | Path,
-    *,
-    side: str = "document",
-    dtype: str = "float32",
-    batch_size: int = 32,
-    block_size: int = 20_000,
-    model_name: str = "unnamed",
-) -> VectorFolder:
-    """Encode texts into a folder of vectors; called again after an interruption, it goes on with the next block.
-
-    All texts are read once before the first is encoded, so that a bad line is found and the corpus is known by its
-    checksum. Memory holds one block and the ids.
-
-    Args:
-        model: As for :class:`Encoder`.
-        source: The texts.
-        output: Folder to write; until it is complete it is called ``OUTPUT.partial``.
-        side: ``"document"`` or ``"query"``.
-        dtype: ``"float32"`` or ``"float16"``, of the numbers on disk.
-        batch_size: Texts a batch.
-        block_size: Texts a block; what an interruption can lose.
-        model_name: How the manifest names the model.
-
-    Raises:
-        FileExistsError: The folder exists.
-        ValueError: A bad option or line, no text, a vector that isn't finite or beyond float16, or what lies in
-            ``OUTPUT.partial`` was begun with another model, setting or source.
-    """
-    if side not in PROMPT_NAMES:
-        raise ValueError(f"encode_to_disk: side must be one of {', '.join(PROMPT_NAMES)}, got {side!r}.")
-    for name, value in (("batch_size", batch_size), ("block_size", block_size)):
-        if value < 1:
-            raise ValueError(f"encode_to_disk: {name} must be at least 1, got {value}.")
-    check_dtype(dtype)
-    check_output(output)
-    encoder = Encoder(model, batch_size)
-    count, sha256 = _scan(source)
-    dimension = encoder.encode(["dimension"], side).shape[1]
-    manifest = {
-        **encoder.manifest(side, dimension, model_name),
-        "block_size": block_size,
-        "source": source.name,
-        "source_sha256": sha256,
-    }
-    writer = VectorWriter(output, manifest, dtype=dtype)
-    texts = iter(source.stream())
-    number = 0
-    with tqdm(total=count, desc="texts", unit="text", disable=None) as bar:
-        while block := list(islice(texts, block_size)):
-            if writer.has(number):
-                bar.update(len(block))
-            else:
-                _encode_block(encoder, writer, number, block, bar)
-            number += 1
-    writer.finish(number)
-    return VectorFolder(output)
-
-
-def _encode_block(encoder: Encoder, writer: VectorWriter, number: int, block: list[tuple[str, str]], bar: tqdm) -> None:
-    side = writer.manifest["side"]
-    truncated, unfoldable = encoder.truncated[side], encoder.unfoldable
-    ids = [key for key, _ in block]
-    vectors = check_vectors(ids, encoder.block([text for _, text in block], side, bar), side)
-    counts = {
-        "truncated": _since(truncated, encoder.truncated[side]),
-        "unfoldable": _since(unfoldable, encoder.unfoldable),
-    }
-    writer.write(number, ids, vectors, **counts)
-
-
-def _since(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
-
-
-def _scan(source: Source) -> tuple[int, str]:
-    """How many texts there are, and the SHA-256 of all ids and texts."""
-    digest = hashlib.sha256()
-    count = 0
-    for record in source.stream():
-        digest.update(json.dumps(record).encode())
-        count += 1
-    if not count:
-        raise ValueError(f"{source.name} holds no text.")
-    return count, digest.hexdigest()
-
-
 def first_module(model: Any) -> Any:
     """The module that takes the texts, None where the model isn't a sequence of modules."""
     try:
@@ -273,11 +178,15 @@ def count_truncated(model: Any, texts: Sequence[str], side: str, *, prompt: str 
     Args:
         prompt: The text put before each; None takes the model's own of this side.
     """
+    counted = count_tokens(model, texts, side, prompt=prompt)
+    return None if counted is None else counted[1]
+
+
+def count_tokens(model: Any, texts: Sequence[str], side: str, *, prompt: str | None = None) -> tuple[int, int] | None:
+    """How many tokens the model reads of these texts, and how many of the texts it cuts; None if that is unknown."""
     limit = length_limit(model, side)
     if limit is None:
         return None
-    if side == "document" and getattr(model, "windows", None):
-        return 0  # the model reads them to the end
     if prompt is None:
         prompt = prompt_of(model, side)
     tokens = model.tokenizer(
@@ -288,7 +197,10 @@ def count_truncated(model: Any, texts: Sequence[str], side: str, *, prompt: str 
         return_token_type_ids=False,
         verbose=False,  # no warning about texts beyond the positions: these are counted, not encoded
     )["input_ids"]
-    return sum(len(row) > limit for row in tokens)
+    lengths = [len(row) for row in tokens]
+    if side == "document" and getattr(model, "windows", None):
+        return sum(lengths), 0  # the model reads them to the end
+    return sum(min(length, limit) for length in lengths), sum(length > limit for length in lengths)
 
 
 def quantize_of(model: Any) -> str:

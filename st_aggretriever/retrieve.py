@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,19 @@ from st_aggretriever.search import Hits, search
 from st_aggretriever.vectors import READ_BYTES, VectorFolder, check_comparable, check_dtype
 
 
-def describe_search(index: VectorFolder, queries: int, dtype: str | None = None) -> str:
+def describe_search(index: VectorFolder | Sequence[VectorFolder], queries: int, dtype: str | None = None) -> str:
     """One line on the size of a search, to be printed before it: vectors, bytes on disk and in memory."""
-    itemsize = np.dtype(dtype or index.manifest["dtype"]).itemsize
-    piece = min(index.rows * index.dimension * 4, max(READ_BYTES, index.manifest["block_size"] * index.dimension * 4))
+    folders = [index] if isinstance(index, VectorFolder) else list(index)
+    manifest, dimension = folders[0].manifest, folders[0].dimension
+    rows = sum(folder.rows for folder in folders)
+    itemsize = np.dtype(dtype or manifest["dtype"]).itemsize
+    piece = min(rows * dimension * 4, max(READ_BYTES, manifest["block_size"] * dimension * 4))
+    shards = f" in {len(folders):,} folders" if len(folders) > 1 else ""
     return (
-        f"{index.rows:,} vectors of {index.dimension} dimensions by {index.manifest['model']}, "
-        f"{_bytes(index.size)} on disk as {index.manifest['dtype']}, searched as {dtype or index.manifest['dtype']} "
-        f"({_bytes(index.rows * index.dimension * itemsize)}), in pieces of up to {_bytes(piece)}, two in memory; "
-        f"{queries:,} queries"
+        f"{rows:,} vectors of {dimension} dimensions by {manifest['model']}{shards}, "
+        f"{_bytes(sum(folder.size for folder in folders))} on disk as {manifest['dtype']}, searched as "
+        f"{dtype or manifest['dtype']} ({_bytes(rows * dimension * itemsize)}), in pieces of up to {_bytes(piece)}, "
+        f"two in memory; {queries:,} queries"
     )
 
 

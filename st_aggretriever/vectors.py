@@ -1,27 +1,33 @@
 """Vectors and ids on disk: blocks that are whole or absent, and a manifest that says what made them.
 
 A folder holds ``manifest.json`` and, for each block, ``block-00000.npy`` ((n, dim) float32 or float16) beside
-``block-00000.json`` (its ids, its checksum, how many of its texts were cut, of how many the vector can't be folded). A
-block counts once its JSON file, which is written last, is there. Until all are there the folder is called
-``NAME.partial``.
+``block-00000.json`` (its ids, its checksum, and counts: texts that were cut, whose vector can't be folded, that were
+left out, and tokens). A block counts once its JSON file, which is written last, is there. Until all are there the
+folder is called ``NAME.partial``, and the process that writes it holds a lock on the file ``.lock`` in it.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.folding import LexicalPart, fold_part
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
-COUNTED = ("rows", "blocks", "truncated", "unfoldable")  # what the manifest says only when the folder is complete
+SUMMED = ("truncated", "unfoldable", "tokens", "skipped")  # numbers of each block, whose sums the manifest holds
+COUNTED = ("rows", "blocks", *SUMMED)  # what the manifest says only when the folder is complete
 
 FORMAT = "st_aggretriever vectors, 1"
 DTYPES = ("float32", "float16")
@@ -38,6 +44,8 @@ SHARED = {
 class VectorWriter:
     """Writes blocks into ``NAME.partial`` and gives the folder its name at the end; goes on where a run was stopped.
 
+    A context manager: leaving it, or :meth:`finish`, ends the lock that keeps a second writer out.
+
     Args:
         folder: The final name; it must not exist.
         manifest: What made the vectors, plain JSON values. A started folder must have the same.
@@ -47,6 +55,7 @@ class VectorWriter:
         ValueError: An unknown dtype, or the started folder has another manifest; the sentence names what differs.
         FileExistsError: The folder exists.
         FileNotFoundError: The folder that shall hold it doesn't.
+        BlockingIOError: Another process is writing it.
     """
 
     def __init__(self, folder: str | Path, manifest: Mapping[str, Any], *, dtype: str = "float32") -> None:
@@ -56,11 +65,37 @@ class VectorWriter:
         self.partial = partial_of(self.folder)
         self.manifest = {"format": FORMAT, "dtype": dtype, **json.loads(json.dumps(manifest))}
         self.dtype = dtype
+        self.partial.mkdir(exist_ok=True)
+        self._lock: IO[Any] | None = lock_folder(self.partial)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        if self.folder.exists():  # its writer has finished since we looked
+            (self.partial / ".lock").unlink()
+            self.partial.rmdir()
+            check_output(self.folder)
+        for left in self.partial.glob(".*.tmp"):  # of a process that was killed while writing
+            left.unlink()
         if (self.partial / "manifest.json").exists():
             self._check_started()
         else:
-            self.partial.mkdir(exist_ok=True)
             self._write_manifest(self.manifest)
+
+    def __enter__(self) -> VectorWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the lock; what is written stays, to go on from."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _check_started(self) -> None:
         started = read_manifest(self.partial)
@@ -74,45 +109,21 @@ class VectorWriter:
             )
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        with replacing(self.partial / "manifest.json") as file:
+        with said_if_full(self.partial), replacing(self.partial / "manifest.json") as file:
             file.write(json.dumps(manifest, indent=2) + "\n")
 
     def has(self, number: int) -> bool:
         """Whether block ``number`` is complete."""
         return _record_path(self.partial, number).exists()
 
-    def write(
-        self,
-        number: int,
-        ids: Sequence[str],
-        vectors: np.ndarray,
-        *,
-        truncated: int | None = None,
-        unfoldable: int | None = None,
-    ) -> None:
-        """Write one block.
+    def ids(self, number: int) -> list[str]:
+        """The ids of a block that is complete."""
+        ids: list[str] = read_record(self.partial, number)["ids"]
+        return ids
 
-        Args:
-            number: From 0, without gaps once all are written.
-            ids: n strings.
-            vectors: (n, dim) float32.
-            truncated: How many of the n texts were cut, None where that is unknown.
-            unfoldable: Of how many the vector can't be folded, None where that is unknown.
-
-        Raises:
-            ValueError: A number beyond float16, named by its id.
-        """
-        stored = to_dtype(ids, vectors, self.dtype)
-        with replacing(_vectors_path(self.partial, number), "wb") as file:
-            np.save(file, stored, allow_pickle=False)
-        record = {
-            "ids": list(ids),
-            "sha256": hashlib.sha256(stored.data).hexdigest(),
-            "truncated": truncated,
-            "unfoldable": unfoldable,
-        }
-        with replacing(_record_path(self.partial, number)) as file:
-            json.dump(record, file, ensure_ascii=False)
+    def write(self, number: int, ids: Sequence[str], vectors: np.ndarray, **counts: int | None) -> None:
+        """Write one block, see :func:`write_block`."""
+        write_block(self.partial, number, ids, vectors, dtype=self.dtype, **counts)
 
     def finish(self, blocks: int) -> dict[str, Any]:
         """Complete the manifest and give the folder its name; returns the manifest.
@@ -121,9 +132,9 @@ class VectorWriter:
             ValueError: One of the ``blocks`` is missing.
         """
         rows = 0
-        counts: dict[str, list[Any]] = {"truncated": [], "unfoldable": []}
+        counts: dict[str, list[Any]] = {name: [] for name in SUMMED}
         for number in range(blocks):
-            record = _read_record(self.partial, number)
+            record = read_record(self.partial, number)
             rows += len(record["ids"])
             for name, values in counts.items():
                 values.append(record.get(name))
@@ -131,7 +142,56 @@ class VectorWriter:
         complete = {**self.manifest, "rows": rows, "blocks": blocks, **sums}
         self._write_manifest(complete)
         self.partial.rename(self.folder)
+        (self.folder / ".lock").unlink(missing_ok=True)
+        self.close()
         return complete
+
+
+def write_block(
+    folder: Path,
+    number: int,
+    ids: Sequence[str],
+    vectors: np.ndarray,
+    *,
+    dtype: str,
+    truncated: int | None = None,
+    unfoldable: int | None = None,
+    tokens: int | None = None,
+    skipped: int | None = 0,
+) -> None:
+    """Write one block into an unfinished folder; called twice, the second replaces the first.
+
+    Args:
+        folder: ``NAME.partial``.
+        number: From 0, without gaps once all are written.
+        ids: n strings.
+        vectors: (n, dim) float32.
+        dtype: ``"float32"`` or ``"float16"``, of the numbers on disk.
+        truncated: How many of the n texts were cut, None where that is unknown.
+        unfoldable: Of how many the vector can't be folded, None where that is unknown.
+        tokens: How many of the texts' tokens the model read, None where that is unknown.
+        skipped: How many texts of the block were left out, so that n is smaller than it would be.
+
+    Raises:
+        ValueError: A number beyond float16, named by its id.
+        OSError: It can't be written, for instance on a full disk.
+    """
+    stored = to_dtype(ids, vectors, dtype)
+    record = {
+        "ids": list(ids),
+        "ids_sha256": ids_hash(ids),
+        "sha256": hashlib.sha256(stored.data).hexdigest(),
+        "truncated": truncated,
+        "unfoldable": unfoldable,
+        "tokens": tokens,
+        "skipped": skipped,
+    }
+    with said_if_full(folder):
+        with replacing(_vectors_path(folder, number), "wb") as file:
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(stored))
+            file.write(stored.data)  # not np.save, whose error doesn't say what is wrong
+        with replacing(_record_path(folder, number)) as file:
+            json.dump(record, file, ensure_ascii=False)
 
 
 class VectorFolder:
@@ -216,6 +276,11 @@ class VectorFolder:
             "opposite sign"
         )
 
+    def ids(self, number: int) -> list[str]:
+        """The ids of a block."""
+        ids: list[str] = read_record(self.folder, number)["ids"]
+        return ids
+
     def read(self, number: int) -> tuple[list[str], np.ndarray]:
         """Ids and vectors (n, dim) of a block, folded where asked, in the dtype on disk.
 
@@ -223,17 +288,8 @@ class VectorFolder:
             ValueError: The block isn't what the manifest says, for instance cut off; the sentence names the file.
             FileNotFoundError: It is missing.
         """
-        ids = _read_record(self.folder, number)["ids"]
-        path = _vectors_path(self.folder, number)
-        try:
-            vectors = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is broken ({error}). Encode again.") from None
-        expected = (np.dtype(self.manifest["dtype"]), (len(ids), self.stored_dimension))
-        if (vectors.dtype, vectors.shape) != expected:
-            raise ValueError(
-                f"{path} holds {vectors.dtype} {vectors.shape}, expected {expected[0]} {expected[1]}. Encode again."
-            )
+        record, vectors = read_block(self.folder, number, self.manifest["dtype"], self.stored_dimension)
+        ids: list[str] = record["ids"]
         if self._fold is not None:
             vectors, ambiguous = fold_part(vectors, *self._fold)
             self.ambiguous[number] = ambiguous or 0
@@ -255,7 +311,7 @@ class VectorFolder:
         yield from _ahead(self._join(group, dtype) for group in groups)
 
     def _join(self, numbers: range, dtype: str | None) -> tuple[list[str], np.ndarray]:
-        rows = [len(_read_record(self.folder, number)["ids"]) for number in numbers]
+        rows = [len(read_record(self.folder, number)["ids"]) for number in numbers]
         joined = np.empty((sum(rows), self.dimension), np.float32)
         ids: list[str] = []
         for number in numbers:
@@ -355,6 +411,43 @@ def to_dtype(ids: Sequence[str], vectors: np.ndarray, dtype: str) -> np.ndarray:
     return converted
 
 
+@contextmanager
+def said_if_full(folder: Path) -> Iterator[None]:
+    """Turn the error of a full disk into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"no space is left for {folder} ({error.strerror}). Its finished blocks are kept: make room and run the"
+            " same command again."
+        ) from None
+
+
+def lock_folder(folder: Path) -> IO[Any]:
+    """The open file whose lock this process now holds; it ends when that is closed, or with the process.
+
+    Raises:
+        BlockingIOError: Another one holds it.
+    """
+    file = (folder / ".lock").open("w")
+    try:
+        import fcntl
+    except ImportError:  # Windows: no lock
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BlockingIOError(
+            f"another process is writing {folder}. Wait until it has ended, or name another output."
+        ) from None
+    except OSError as error:  # a file system that knows no locks
+        logger.warning("%s: no lock here (%s). Don't let two processes write it.", folder, error.strerror)
+    return file
+
+
 def _vectors_path(folder: Path, number: int) -> Path:
     return folder / f"block-{number:05d}.npy"
 
@@ -363,15 +456,51 @@ def _record_path(folder: Path, number: int) -> Path:
     return folder / f"block-{number:05d}.json"
 
 
-def _read_record(folder: Path, number: int) -> dict[str, Any]:
+def read_record(folder: Path, number: int) -> dict[str, Any]:
+    """What is written beside a block's vectors.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        ValueError: It is broken.
+    """
     path = _record_path(folder, number)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing. Encode again.")
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        if not isinstance(record["ids"], list) or not isinstance(record["sha256"], str):
+            raise ValueError("no list of ids and checksum")
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is broken ({error}). Encode again.") from None
     return record
+
+
+def read_block(folder: Path, number: int, dtype: str, dimension: int) -> tuple[dict[str, Any], np.ndarray]:
+    """The record of a block and its vectors (n, dim), memory-mapped.
+
+    Raises:
+        FileNotFoundError: One of its files is missing.
+        ValueError: It is broken, or not of this dtype and dimension; the sentence names the file.
+    """
+    record = read_record(folder, number)
+    path = _vectors_path(folder, number)
+    expected = (np.dtype(dtype), (len(record["ids"]), dimension))
+    try:
+        vectors = np.load(path, mmap_mode="r" if record["ids"] else None, allow_pickle=False)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing. Encode again.") from None
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is broken ({error}). Encode again.") from None
+    if (vectors.dtype, vectors.shape) != expected:
+        raise ValueError(
+            f"{path} holds {vectors.dtype} {vectors.shape}, expected {expected[0]} {expected[1]}. Encode again."
+        )
+    return record, vectors
+
+
+def ids_hash(ids: Sequence[str]) -> str:
+    """SHA-256 of ids in their order."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 
 def _shown(value: Any) -> str:

@@ -84,6 +84,7 @@ def test_a_query_with_few_hits_in_its_cells_keeps_no_empty_id(tmp_path: Path) ->
         ("PQ3", "", "should be a multiple of the number of subquantizers"),
         ("IVF8,Flat", "", r"Number of training points \(4\) should be at least"),
         ("Flat", "nprobe=3", "could not set parameter nprobe"),
+        ("IDMap,Flat", "", "add_with_ids"),
     ],
 )
 def test_what_faiss_refuses_is_said_in_one_sentence(tmp_path: Path, factory: str, parameters: str, reason: str) -> None:
@@ -92,6 +93,17 @@ def test_what_faiss_refuses_is_said_in_one_sentence(tmp_path: Path, factory: str
         build_index(folder, factory, parameters)
     assert "\n" not in str(caught.value)
     assert ".cpp" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "parameters"),
+    [("IVF2,Flat", "nprobe=0"), ("HNSW8", "efSearch=-5"), ("IVF2,Flat", "nprobe=nan"), ("IVF2,Flat", "nprobe=x")],
+)
+def test_counts_of_a_search_are_at_least_one(folder: VectorFolder, factory: str, parameters: str) -> None:
+    with pytest.raises(ValueError, match=r"of the index .* must be a number from 1"):
+        find(folder, factory, parameters)
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        find(folder, factory, top_k=0)
 
 
 def test_the_training_sample_is_spread_over_the_folder(tmp_path: Path) -> None:
@@ -164,7 +176,8 @@ def test_command_saves_loads_and_refuses(
         (["--index-factory", "Flat", "--save-index", kept], "kept exists already"),
         (["--load-index", kept, "--index-dtype", "float16"], "leave --index-dtype out"),
         (["--load-index", kept, "--save-index", str(tmp_path / "again")], "leave --save-index out"),
-        (["--load-index", str(tmp_path / "none")], "No such file"),
+        (["--load-index", str(tmp_path / "none")], "none does not exist: expected a file"),
+        (["--load-index", str(tmp_path)], "is a folder: expected a file"),
     ):
         assert main([*base, "--run", str(tmp_path / "no"), *more]) == 2
         assert sentence in capsys.readouterr().err

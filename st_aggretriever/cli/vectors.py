@@ -1,8 +1,11 @@
-"""The subcommands over vectors on disk: encode, search."""
+"""The subcommands over vectors on disk: encode, verify, merge, index, search."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+from typing import Any
 
 from st_aggretriever.cli.options import add_backend, add_model, add_shape, load_model, shaped
 
@@ -11,11 +14,19 @@ def add_encode(commands: argparse._SubParsersAction) -> None:
     encode = commands.add_parser(
         "encode",
         help="write vectors to disk",
-        description="Encode the documents (or queries) of a BEIR folder into blocks of vectors beside their ids and a "
-        "manifest. Until it is complete OUTPUT is called OUTPUT.partial; the same command goes on from there.",
+        description="Encode texts into blocks of vectors beside their ids and a manifest. Until it is complete OUTPUT "
+        "is called OUTPUT.partial; the same command goes on from there.",
     )
     add_model(encode)
-    encode.add_argument("--data", required=True, metavar="FOLDER", help="holds corpus.jsonl and queries.jsonl")
+    encode.add_argument(
+        "--corpus",
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="PLACE",
+        help="files, folders or patterns of jsonl or tab-separated lines (also .gz, .zst) or Parquet; of a BEIR folder "
+        "corpus.jsonl, or queries.jsonl for --side query",
+    )
     encode.add_argument("--output", required=True, metavar="DIR", help="folder to write; it must not exist")
     encode.add_argument("--side", choices=("document", "query"), default="document", help="(default: %(default)s)")
     encode.add_argument(
@@ -24,32 +35,62 @@ def add_encode(commands: argparse._SubParsersAction) -> None:
     encode.add_argument(
         "--block-size", type=int, default=20_000, metavar="N", help="texts a block (default: %(default)s)"
     )
+    encode.add_argument(
+        "--shard",
+        metavar="I",
+        help="encode only each N-th block from block I on, into OUTPUT/shard-I-of-N; auto: I and N by the environment "
+        "of torchrun or Slurm",
+    )
+    encode.add_argument("--num-shards", type=int, metavar="N", help="how many shards there are, numbered from 0")
+    encode.add_argument(
+        "--workers", type=int, metavar="N", help="encode on N GPUs of this machine, or in N processes without GPU"
+    )
+    encode.add_argument(
+        "--bad-rows",
+        choices=("fatal", "skip"),
+        default="fatal",
+        help="skip: leave out and name rows that can't be read or encoded (default: %(default)s)",
+    )
+    encode.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: --workers actors of Ray Data, here or on the cluster at RAY_ADDRESS (default: %(default)s)",
+    )
     add_shape(encode)
     encode.set_defaults(function=_encode)
 
 
 def _encode(args: argparse.Namespace) -> None:
-    from st_aggretriever.encoding import Source, encode_to_disk
-    from st_aggretriever.readers.beir import read_corpus, read_queries
-    from st_aggretriever.vectors import check_output
+    from st_aggretriever.bulk import encode_to_disk, prepare_output
+    from st_aggretriever.readers.corpus import Corpus
 
-    check_output(args.output)  # before the model loads
     if args.side == "query" and args.windows is not None:
         raise ValueError("encode: --windows are for documents; a query is one text of --side query.")
-    streams = {"document": lambda: read_corpus(args.data), "query": lambda: read_queries(args.data).items()}
-    folder = encode_to_disk(
-        shaped(load_model(args.model, args.device, args.trust_remote_code, args.quantize), args),
-        Source(args.data, streams[args.side]),
-        args.output,
-        side=args.side,
-        dtype=args.dtype,
-        batch_size=args.batch_size,
-        block_size=args.block_size,
-        model_name=args.model,
-    )
+    shard = _shard(args)
+    options = {
+        "side": args.side,
+        "dtype": args.dtype,
+        "batch_size": args.batch_size,
+        "block_size": args.block_size,
+        "model_name": args.model,
+        "shard": shard,
+        "skip_bad": args.bad_rows == "skip",
+        "report": lambda line: print(line, flush=True),
+    }
+    prepare_output(args.output, shard)  # before the model loads
+    corpus = Corpus(*args.corpus, side=args.side, skip_bad=options["skip_bad"])
+    if args.engine == "ray":
+        from st_aggretriever.ray_engine import encode_by_ray
+
+        load = functools.partial(_shaped_model, _plain(args))
+        folder = encode_by_ray(load, corpus, args.output, workers=args.workers or 1, device=args.device, **options)
+    else:
+        devices = _devices(args)
+        folder = encode_to_disk(_shaped_model(args, args.device), corpus, args.output, devices=devices, **options)
     made = folder.manifest
     print(
-        f"wrote {args.output}: {made['rows']:,} {args.side} vectors of {made['dimension']} dimensions, "
+        f"wrote {folder.folder}: {made['rows']:,} {args.side} vectors of {made['dimension']} dimensions, "
         f"{made['dtype']}, {folder.size / 1e6:,.1f} MB, {made['blocks']} blocks"
     )
     cut = "unknown" if made["truncated"] is None else f"{made['truncated']:,}"
@@ -59,9 +100,141 @@ def _encode(args: argparse.Namespace) -> None:
     else:
         print(f"texts cut at {made['length']} tokens: {cut}")
     print(f"prompt: {made['prompt']!r}")
+    if made["skipped"]:
+        print(f"left out: {made['skipped']:,} {args.side}s that could not be read or encoded")
     if made["lexical"] and made["unfoldable"] != 0:
         found = "not known" if made["unfoldable"] is None else f"{made['unfoldable']:,}"
         print(f"texts without a positive term weight: {found}; these vectors can't be folded")
+
+
+def _plain(args: argparse.Namespace) -> argparse.Namespace:
+    """Without the function, and with a folder's absolute path: another process loads the model."""
+    place = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
+    return argparse.Namespace(**{**vars(args), "function": None, "model": place})
+
+
+def _shaped_model(args: argparse.Namespace, device: str | None) -> Any:
+    return shaped(load_model(args.model, device, args.trust_remote_code, args.quantize), args)
+
+
+def _shard(args: argparse.Namespace) -> tuple[int, int] | None:
+    from st_aggretriever.shards import check_shard, shard_from
+
+    if args.shard == "auto":
+        if args.num_shards is not None:
+            raise ValueError("encode: --shard auto takes the number of shards from the environment too.")
+        shard = shard_from()
+        _own_gpu(args)
+        return shard
+    if (args.shard is None) != (args.num_shards is None):
+        raise ValueError("encode: --shard I and --num-shards N belong together.")
+    if args.shard is None:
+        return None
+    if not args.shard.isdecimal():
+        raise ValueError(f"encode: --shard must be a number from 0 or auto, got {args.shard!r}.")
+    return check_shard((int(args.shard), args.num_shards))
+
+
+def _own_gpu(args: argparse.Namespace) -> None:
+    """Of several GPUs on a machine, each of its processes takes one."""
+    import torch
+
+    count = torch.cuda.device_count()
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or ""
+    if args.device is None and args.workers is None and count > 1 and local.isdecimal():
+        args.device = f"cuda:{int(local) % count}"
+
+
+def _devices(args: argparse.Namespace) -> list[str]:
+    """One for each of --workers; the model itself then stays on the CPU."""
+    if args.workers is None:
+        return []
+    import torch
+
+    if args.workers < 1:
+        raise ValueError(f"encode: --workers must be at least 1, got {args.workers}.")
+    count = torch.cuda.device_count()
+    if args.device not in (None, "cpu", "cuda"):
+        raise ValueError("encode: --workers N takes the first N GPUs; --device can be cpu or cuda beside it.")
+    if args.device == "cpu" or not count:
+        args.device = "cpu"
+        return ["cpu"] * args.workers
+    if args.workers > count:
+        raise ValueError(
+            f"encode: --workers {args.workers}, but this machine has {count} GPUs. Use --device cpu there."
+        )
+    args.device = "cpu"
+    return [f"cuda:{number}" for number in range(args.workers)]
+
+
+def add_verify(commands: argparse._SubParsersAction) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check vectors on disk",
+        description="Check counts, ids, checksums and finite numbers of what encode or merge wrote, and by which "
+        "model. Exit code 2 where something is wrong.",
+    )
+    verify.add_argument("folders", nargs="+", metavar="DIR", help="vectors, or a folder that holds all shards")
+    verify.add_argument("--model", metavar="M", help="the model that should have made them")
+    verify.add_argument("--trust-remote-code", action="store_true", help="run the model's own code if it needs to")
+    verify.add_argument(
+        "--mend",
+        action="store_true",
+        help="take damaged blocks away and call DIR unfinished: the same encode command then makes them again",
+    )
+    verify.set_defaults(function=_verify)
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from st_aggretriever.encoding import model_hash
+    from st_aggretriever.shards import open_shards
+    from st_aggretriever.verify import reopen, verify
+
+    folders = open_shards(args.folders)
+    expected = None
+    if args.model is not None:
+        expected = model_hash(load_model(args.model, "cpu", args.trust_remote_code), quantize=False)
+    faults = 0
+    for folder in folders:
+        found = verify(folder, model_hash=expected)
+        faults += len(found)
+        for fault in found:
+            print(fault.sentence)
+        made = folder.manifest
+        print(
+            f"{folder.folder}: {made['rows']:,} {made['side']} vectors of {made['dimension']} dimensions in "
+            f"{made['blocks']:,} blocks: {f'{len(found):,} faults' if found else 'right'}",
+            flush=True,
+        )
+        if found and args.mend:
+            print(f"its good blocks are in {reopen(folder, found)}: run the same encode command again")
+    if faults:
+        raise ValueError(f"verify: {faults:,} faults in {len(folders):,} folders. See above.")
+
+
+def add_merge(commands: argparse._SubParsersAction) -> None:
+    merge = commands.add_parser(
+        "merge",
+        help="put shards of vectors together",
+        description="Check all shards of one collection and put their blocks into one folder, as one process would "
+        "have written it. Files are linked where the file system can, and take no space then. After an interruption "
+        "the same command goes on.",
+    )
+    merge.add_argument("folders", nargs="+", metavar="DIR", help="all shards, or the folder that holds them")
+    merge.add_argument("--output", required=True, metavar="DIR", help="folder to write; it must not exist")
+    merge.add_argument("--copy", action="store_true", help="copy the files instead of linking them")
+    merge.set_defaults(function=_merge)
+
+
+def _merge(args: argparse.Namespace) -> None:
+    from st_aggretriever.shards import merge_shards
+
+    folder = merge_shards(args.folders, args.output, copy=args.copy)
+    made = folder.manifest
+    print(
+        f"wrote {args.output}: {made['rows']:,} {made['side']} vectors of {made['dimension']} dimensions, "
+        f"{made['dtype']}, {folder.size / 1e6:,.1f} MB, {made['blocks']:,} blocks"
+    )
 
 
 def add_search(commands: argparse._SubParsersAction) -> None:
@@ -71,7 +244,22 @@ def add_search(commands: argparse._SubParsersAction) -> None:
         description="Search the vectors that encode wrote, exactly, or by an approximate Faiss index whose recall is "
         "printed. Queries of another model, order of parts or dimension are refused.",
     )
-    search.add_argument("--index", required=True, metavar="DIR", help="document vectors, written by encode")
+    search.add_argument(
+        "--index",
+        nargs="+",
+        required=True,
+        metavar="DIR",
+        help="document vectors, written by encode or merge; also several, or a folder that holds shards",
+    )
+    search.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="search N of several folders at a time (default: 1)"
+    )
+    search.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: an actor of Ray for each folder, here or on the cluster at RAY_ADDRESS (default: %(default)s)",
+    )
     search.add_argument("--queries", required=True, metavar="DIR", help="query vectors, written by encode --side query")
     search.add_argument("--run", required=True, metavar="FILE", help="write the hits here")
     search.add_argument("--format", choices=("trec", "msmarco"), default="trec", help="of FILE (default: %(default)s)")
@@ -88,6 +276,14 @@ def add_search(commands: argparse._SubParsersAction) -> None:
     search.add_argument(
         "--index-parameters", default="", metavar="P", help="of its search, for instance nprobe=32 or efSearch=128"
     )
+    search.add_argument("--on-disk", metavar="DIR", help="search by an index on disk that the command index built")
+    search.add_argument(
+        "--recall-queries",
+        type=int,
+        default=100,
+        metavar="N",
+        help="with --on-disk: measure its recall against exact search on the first N queries (default: %(default)s)",
+    )
     search.add_argument("--save-index", metavar="FILE", help="keep the index of --index-factory in this file")
     search.add_argument(
         "--load-index", metavar="FILE", help="search by an index that --save-index wrote for the same vectors"
@@ -100,9 +296,12 @@ def check_index_options(args: argparse.Namespace) -> None:
     """Refuse options of search that don't belong together, and an index file that is there already."""
     from st_aggretriever.evaluation.beir import check_outputs
 
+    if args.on_disk and (args.index_factory or args.load_index or args.save_index or args.index_dtype):
+        raise ValueError("search: --on-disk is an index; leave --index-factory, --load-index, --save-index and"
+                         " --index-dtype out.")  # fmt: skip
     if args.index_factory and args.load_index:
         raise ValueError("search: --index-factory builds an index, --load-index reads one. Give one of them.")
-    if (args.save_index or args.index_parameters) and not (args.index_factory or args.load_index):
+    if (args.save_index or args.index_parameters) and not (args.index_factory or args.load_index or args.on_disk):
         raise ValueError("search: --save-index and --index-parameters belong to --index-factory or --load-index.")
     if args.save_index and args.load_index:
         raise ValueError("search: --load-index reads what is in a file already; leave --save-index out.")
@@ -115,14 +314,24 @@ def _search(args: argparse.Namespace) -> None:
     from st_aggretriever import retrieve
     from st_aggretriever.approximate import build_index, load_index, save_index, search_approximately
     from st_aggretriever.atomic import replacing
-    from st_aggretriever.evaluation.runs import run_lines
+    from st_aggretriever.evaluation.runs import check_run_id, run_lines
+    from st_aggretriever.shard_search import ShardSearch
+    from st_aggretriever.shards import open_shards
     from st_aggretriever.vectors import VectorFolder
 
     check_index_options(args)
-    index, queries = (VectorFolder(folder, args.lexical_dim) for folder in (args.index, args.queries))
-    query_ids, vectors = retrieve.load_queries(queries, index)
-    print(retrieve.describe_search(index, len(query_ids), args.index_dtype), flush=True)
-    if args.index_factory or args.load_index:
+    folders = open_shards(args.index, args.lexical_dim)
+    index, queries = folders[0], VectorFolder(args.queries, args.lexical_dim)
+    for folder in folders:
+        query_ids, vectors = retrieve.load_queries(queries, folder)
+    for key in query_ids:
+        check_run_id("query", key)  # before the search
+    print(retrieve.describe_search(folders, len(query_ids), args.index_dtype), flush=True)
+    if args.on_disk:
+        hits = _search_on_disk(args, folders, vectors)
+    elif args.index_factory or args.load_index:
+        if len(folders) > 1:
+            raise ValueError("search: --index-factory and --load-index take one folder. Merge the shards first.")
         if args.load_index:
             built = load_index(args.load_index, index)
         else:
@@ -137,10 +346,64 @@ def _search(args: argparse.Namespace) -> None:
         )
     else:
         options = {"dtype": args.index_dtype, "backend": args.backend, "device": args.device}
-        hits = retrieve.search_exactly(index, vectors, args.top_k, **options)
-    for folder in (queries, index):
+        if args.engine == "ray":
+            from st_aggretriever.ray_engine import search_by_ray
+
+            hits = search_by_ray(folders, vectors, args.top_k, **options)
+        else:
+            with ShardSearch(folders, workers=args.workers, **options) as shards:
+                hits = shards.search(vectors, args.top_k)
+    for folder in (queries, *folders):
         if folder.folding():
             print(folder.folding())
     with replacing(args.run) as file:
         file.writelines(run_lines(retrieve.rankings_of(query_ids, hits), args.format))
     print(f"run written to {args.run}: {len(query_ids):,} queries, up to {hits.ids.shape[1]:,} hits each")
+
+
+def _search_on_disk(args: argparse.Namespace, folders: Any, vectors: Any) -> Any:
+    from st_aggretriever.ondisk import search_on_disk
+    from st_aggretriever.retrieve import recall
+    from st_aggretriever.search import Hits
+    from st_aggretriever.shard_search import ShardSearch
+
+    hits, report = search_on_disk(args.on_disk, folders, vectors, args.top_k, parameters=args.index_parameters)
+    line = f"{' '.join([report['factory'], *args.index_parameters.split()])}: {report['bytes'] / 1e6:,.1f} MB on disk"
+    sample = min(args.recall_queries, len(vectors))
+    if sample > 0:
+        with ShardSearch(folders, workers=args.workers, backend=args.backend, device=args.device) as shards:
+            exact = shards.search(vectors[:sample], args.top_k)
+        found = recall(Hits(hits.scores[:sample], hits.ids[:sample]), exact)
+        line += f", recall of the exact {exact.ids.shape[1]} {found:.4f} on {sample:,} queries"
+    print(f"{line}, seconds {report['seconds']}")
+    return hits
+
+
+def add_index(commands: argparse._SubParsersAction) -> None:
+    index = commands.add_parser(
+        "index",
+        help="build an approximate index that stays on disk",
+        description="Train an inverted file of compressed codes on a sample of the vectors and fill it on disk, part "
+        "by part, for more vectors than fit in memory. After an interruption the same command goes on.",
+    )
+    index.add_argument("--vectors", nargs="+", required=True, metavar="DIR", help="document vectors, as for search")
+    index.add_argument(
+        "--factory", required=True, metavar="NAME", help="an inverted file by Faiss's name, for instance IVF65536,PQ96"
+    )
+    index.add_argument("--output", required=True, metavar="DIR", help="folder to write; it must not exist")
+    index.add_argument(
+        "--training-vectors", type=int, default=1_000_000, metavar="N", help="size of the sample (default: %(default)s)"
+    )
+    index.set_defaults(function=_index)
+
+
+def _index(args: argparse.Namespace) -> None:
+    from st_aggretriever.ondisk import build_on_disk
+    from st_aggretriever.shards import open_shards
+
+    if args.training_vectors < 1:
+        raise ValueError(f"index: --training-vectors must be at least 1, got {args.training_vectors}.")
+    folders = open_shards(args.vectors)
+    path = build_on_disk(folders, args.factory, args.output, training_vectors=args.training_vectors)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    print(f"wrote {path}: {sum(folder.rows for folder in folders):,} vectors in {args.factory}, {size / 1e6:,.1f} MB")

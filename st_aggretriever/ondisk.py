@@ -1,0 +1,269 @@
+"""An inverted file of compressed codes that stays on disk, for more vectors than fit in memory.
+
+A folder holds ``index.faiss`` (cells and codebooks), ``lists.ivfdata`` (the codes, memory-mapped), ``ids.bin`` and
+``ids.npy`` (the documents' ids, and where each begins) and ``manifest.json``. While it is built it is called
+``NAME.partial`` and also holds the trained index and the parts filled so far, so that building goes on where it was
+stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from st_aggretriever.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
+from st_aggretriever.atomic import replacing
+from st_aggretriever.search import Hits, check_vectors
+from st_aggretriever.vectors import VectorFolder, check_output, lock_folder, partial_of, said_if_full
+
+FORMAT = "st_aggretriever index on disk, 1"
+PART_ROWS = 1_000_000  # vectors whose codes are in memory at a time
+TRAINING_VECTORS = 1_000_000
+
+
+def build_on_disk(
+    folders: Sequence[VectorFolder],
+    factory: str,
+    output: str | Path,
+    *,
+    training_vectors: int = TRAINING_VECTORS,
+    part_rows: int = PART_ROWS,
+) -> Path:
+    """Train an index on a sample of all vectors, encode these part by part and put the parts together on disk.
+
+    The inner product is its measure. Memory holds the sample while it trains, then one part's codes.
+
+    Args:
+        folders: See :func:`st_aggretriever.shards.open_shards`.
+        factory: Of an inverted file, as Faiss's ``index_factory`` takes it, for instance ``"OPQ96,IVF65536,PQ96"``.
+        output: Folder to write.
+        training_vectors: Spread evenly over all; Faiss wants at least 39 a cell.
+        part_rows: Vectors a part.
+
+    Raises:
+        ValueError: Faiss doesn't know the index, it is no inverted file, there are too few vectors to train it, or what
+            lies in ``OUTPUT.partial`` was begun otherwise.
+        FileExistsError: The folder exists.
+        BlockingIOError: Another process is writing it.
+        ImportError: No working Faiss.
+    """
+    faiss = load_faiss()
+    check_output(output)
+    dimension = folders[0].dimension
+    index = faiss_says(factory, lambda: faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT))
+    if faiss.try_extract_index_ivf(index) is None or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ValueError(f"{factory!r} is no inverted file by inner product, for instance IVF65536,PQ96.")
+    manifest = {
+        "format": FORMAT,
+        "factory": factory,
+        "training_vectors": training_vectors,
+        "part_rows": part_rows,
+        "dimension": dimension,
+        "rows": sum(folder.rows for folder in folders),
+        "vectors_sha256": manifests_hash(folders),
+    }
+    partial = partial_of(output)
+    partial.mkdir(exist_ok=True)
+    with lock_folder(partial), said_if_full(partial):
+        _begin(partial, manifest)
+        if not (partial / "index.faiss").exists():
+            if not (partial / "trained.faiss").exists():
+                sample = _sample(folders, training_vectors)
+                faiss_says(factory, lambda: index.train(sample))
+                _write(partial / "trained.faiss", index)
+            _fill(partial, folders, part_rows)
+            _put_together(partial)
+        _write_ids(partial, folders)
+        for path in (partial / "trained.faiss", *partial.glob("part-*.faiss")):
+            path.unlink(missing_ok=True)
+        partial.rename(output)
+        (Path(output) / ".lock").unlink(missing_ok=True)
+    return Path(output)
+
+
+class OnDiskIndex:
+    """What :func:`build_on_disk` wrote; memory holds the cells' centroids and what a search touches.
+
+    Args:
+        path: The folder.
+        folders: The vectors it was built from.
+
+    Raises:
+        FileNotFoundError: No such folder.
+        ValueError: It was built from other vectors, or is damaged.
+        ImportError: No working Faiss.
+    """
+
+    def __init__(self, path: str | Path, folders: Sequence[VectorFolder]) -> None:
+        faiss = load_faiss()
+        path = Path(path)
+        if not (path / "manifest.json").is_file():
+            raise FileNotFoundError(f"{path} is no index on disk: it has no manifest.json. Build it by index.")
+        self.manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if self.manifest.get("format") != FORMAT:
+            raise ValueError(f"{path} is not of the format {FORMAT!r}.")
+        if self.manifest["vectors_sha256"] != manifests_hash(folders):
+            raise ValueError(f"{path} was built from other vectors than those of --index. Build it again by index.")
+        try:
+            self.index = faiss.read_index(str(path / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is damaged ({faiss_reason(error)}). Build it again by index.") from None
+        self.starts = np.load(path / "ids.npy", mmap_mode="r")
+        self.ids = np.memmap(path / "ids.bin", np.uint8, mode="r")
+        if not self.index.ntotal == len(self.starts) - 1 == self.manifest["rows"]:
+            raise ValueError(
+                f"{path} is damaged: its files hold different numbers of vectors. Build it again by index."
+            )
+
+    def search(self, query_vectors: np.ndarray, top_k: int, parameters: str = "") -> Hits:
+        """The ``top_k`` best that the index finds; where it finds fewer, id None and score -inf fill up.
+
+        Args:
+            parameters: Of the search, for instance ``"nprobe=64"``.
+        """
+        queries = check_vectors(range(len(query_vectors)), query_vectors, "query", dim=self.manifest["dimension"])
+        set_parameters(self.manifest["factory"], self.index, parameters)
+        scores, positions = self.index.search(queries, min(top_k, self.index.ntotal))
+        ids = np.empty(positions.shape, object)
+        for place in np.ndindex(positions.shape):
+            ids[place] = self._id(int(positions[place]))
+        return Hits(np.where(positions < 0, -np.inf, scores).astype(np.float32), ids)
+
+    def _id(self, position: int) -> str | None:
+        if position < 0:
+            return None
+        return bytes(self.ids[self.starts[position] : self.starts[position + 1]]).decode("utf-8")
+
+
+def manifests_hash(folders: Sequence[VectorFolder]) -> str:
+    """SHA-256 of the folders' manifests, which name model, collection and numbers."""
+    return hashlib.sha256(json.dumps([folder.manifest for folder in folders], sort_keys=True).encode()).hexdigest()
+
+
+def _begin(partial: Path, manifest: dict[str, Any]) -> None:
+    for left in partial.glob(".*.tmp"):
+        left.unlink()
+    path = partial / "manifest.json"
+    if path.exists():
+        if json.loads(path.read_text(encoding="utf-8")) != manifest:
+            raise ValueError(f"{partial} was begun with other vectors or settings. Name another output, or remove it.")
+        return
+    with replacing(path) as file:
+        file.write(json.dumps(manifest, indent=2) + "\n")
+
+
+def _sample(folders: Sequence[VectorFolder], limit: int) -> np.ndarray:
+    """(n, dim) float32, evenly spread; of each block only the pages that hold them are read."""
+    step = max(1, -(-sum(folder.rows for folder in folders) // limit))
+    parts, skip = [], 0
+    for folder in folders:
+        for number in range(folder.manifest["blocks"]):
+            _, vectors = folder.read(number)
+            parts.append(np.asarray(vectors[skip::step], np.float32))
+            skip = (skip - len(vectors)) % step
+    return np.concatenate(parts)
+
+
+def _fill(partial: Path, folders: Sequence[VectorFolder], part_rows: int) -> None:
+    """Write the parts that aren't there: the trained index with some of the vectors, by their positions in all."""
+    faiss = load_faiss()
+    total = sum(folder.rows for folder in folders)
+    with tqdm(total=total, desc="vectors", unit="vector", disable=None) as bar:
+        for number, (start, blocks) in enumerate(_parts(folders, part_rows)):
+            path = partial / f"part-{number:05d}.faiss"
+            if path.exists():
+                bar.update(sum(len(folder.ids(block)) for folder, block in blocks))
+                continue
+            index = faiss.read_index(str(partial / "trained.faiss"))
+            for folder, block in blocks:
+                ids, vectors = folder.read(block)
+                if not ids:
+                    continue
+                numbers = check_vectors(ids, np.asarray(vectors, np.float32), "document")
+                index.add_with_ids(numbers, np.arange(start, start + len(ids), dtype=np.int64))
+                start += len(ids)
+                bar.update(len(ids))
+            _write(path, index)
+
+
+def _parts(folders: Sequence[VectorFolder], part_rows: int) -> Iterator[tuple[int, list[tuple[VectorFolder, int]]]]:
+    """Position of its first vector and blocks of each part, of about so many rows."""
+    start = rows = 0
+    blocks: list[tuple[VectorFolder, int]] = []
+    for folder in folders:
+        for number in range(folder.manifest["blocks"]):
+            blocks.append((folder, number))
+            rows += len(folder.ids(number))
+            if rows >= part_rows:
+                yield start, blocks
+                start, rows, blocks = start + rows, 0, []
+    if blocks:
+        yield start, blocks
+
+
+def _put_together(partial: Path) -> None:
+    """One index whose inverted lists are a file, of all parts; these are memory-mapped meanwhile."""
+    faiss = load_faiss()
+    parts = [faiss.read_index(str(path), faiss.IO_FLAG_MMAP) for path in sorted(partial.glob("part-*.faiss"))]
+    lists = faiss.InvertedListsPtrVector()
+    for part in parts:
+        lists.push_back(faiss.extract_index_ivf(part).invlists)
+    index = faiss.read_index(str(partial / "trained.faiss"))
+    inverted = faiss.extract_index_ivf(index)
+    data = partial / "lists.ivfdata"
+    data.unlink(missing_ok=True)
+    on_disk = faiss.OnDiskInvertedLists(inverted.nlist, inverted.code_size, str(data))
+    total = on_disk.merge_from_multiple(lists.data(), lists.size(), False)
+    index.ntotal = inverted.ntotal = total
+    inverted.replace_invlists(on_disk, True)
+    on_disk.this.disown()  # the index owns it now
+    _write(partial / "index.faiss", index)
+
+
+def _write(path: Path, index: Any) -> None:
+    faiss = load_faiss()
+    with replacing(path, "wb") as file:
+        try:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, CHUNK))
+        except RuntimeError as error:
+            raise OSError(f"{path} can't be written: {faiss_reason(error)}.") from None
+
+
+def _write_ids(partial: Path, folders: Sequence[VectorFolder]) -> None:
+    lengths = [0]
+    with replacing(partial / "ids.bin", "wb") as file:
+        for folder in folders:
+            for number in range(folder.manifest["blocks"]):
+                for key in folder.ids(number):
+                    lengths.append(file.write(key.encode("utf-8")))
+    with replacing(partial / "ids.npy", "wb") as file:
+        np.save(file, np.cumsum(np.array(lengths, np.int64)))
+
+
+def search_on_disk(
+    path: str | Path,
+    folders: Sequence[VectorFolder],
+    query_vectors: np.ndarray,
+    top_k: int,
+    *,
+    parameters: str = "",
+) -> tuple[Hits, dict[str, Any]]:
+    """The hits of an index on disk, with its size and the seconds that opening and searching took."""
+    started = time.perf_counter()
+    index = OnDiskIndex(path, folders)
+    opened = time.perf_counter()
+    hits = index.search(query_vectors, top_k, parameters)
+    done = time.perf_counter()
+    size = sum(file.stat().st_size for file in Path(path).iterdir())
+    return hits, {
+        "factory": index.manifest["factory"],
+        "bytes": size,
+        "seconds": {"open": round(opened - started, 3), "search": round(done - opened, 3)},
+    }

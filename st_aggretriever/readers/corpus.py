@@ -1,0 +1,321 @@
+"""Collections too large for memory: files by name, folder or pattern, cut into blocks that any process can read.
+
+Forms, told by content and each plain, gzip or zstd: jsonl (``_id``, ``id``, ``docid`` or ``pid``; ``title`` and
+``text``, or ``contents`` or ``passage``), tab-separated ``id text`` or, under that header, ``id text title``; and
+Parquet with jsonl's columns.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from st_aggretriever.readers.store import hash_of
+from st_aggretriever.readers.text import (
+    BROKEN,
+    checksum,
+    compression_of,
+    decode_line,
+    find_text,
+    id_of,
+    join_title,
+    json_object,
+    open_plain,
+    text_of,
+)
+
+ENDINGS = (".jsonl", ".tsv", ".parquet")  # of the files in a folder that are read, also with .gz and .zst
+ID_FIELDS = ("_id", "id", "docid", "pid")
+TEXT_FIELDS = ("text", "contents", "passage")
+_HEADER = b"id\ttext\ttitle"  # of DPR's passages
+_PARQUET_ROWS = 1000  # read at a time
+
+
+class Block(NamedTuple):
+    """The texts of one block, in the corpus' order, and one sentence on each row that was left out."""
+
+    rows: list[tuple[str, str]]  # (id, text)
+    bad: list[str]
+
+
+class _Start(NamedTuple):
+    """Where a block begins."""
+
+    file: int
+    row: int  # in the file, from 0
+    offset: int  # in bytes, of a plain file
+
+
+class Corpus:
+    """The texts of files, in the order of the files' names in each place; memory holds one block and 8 bytes a text.
+
+    A block is ``block_size`` rows from one place on, over the ends of files: it depends on the corpus alone.
+
+    Args:
+        places: One or more of: a file; a BEIR folder; another folder, of which the files with ``ENDINGS`` are read; a
+            pattern such as ``"part-*.jsonl.gz"``.
+        side: ``"document"`` or ``"query"``: which file of a BEIR folder.
+        skip_bad: Leave rows without id or readable text out, instead of raising.
+
+    Raises:
+        FileNotFoundError: Nothing there.
+        ValueError: A file of another form.
+    """
+
+    def __init__(self, *places: str | Path, side: str = "document", skip_bad: bool = False) -> None:
+        self.name = " ".join(map(str, places))
+        paths = [path for place in places for path in _find(str(place), side)]
+        self.files = [_File(path.absolute(), titles=side == "document") for path in paths]
+        self.skip_bad = skip_bad
+        self.block_size = 0
+        self._starts: list[_Start] = []
+        self._stream: tuple[int, int, Iterator[Any]] | None = None  # file, next row, rows from there on
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stream": None}  # another process opens the files itself
+
+    def scan(self, block_size: int, wanted: Callable[[int], bool] = lambda number: True) -> tuple[int, str]:
+        """Count all rows, find where blocks begin, and parse those of ``wanted`` blocks, before the work on them.
+
+        Returns:
+            Rows, and the SHA-256 of all files' content.
+
+        Raises:
+            ValueError: No row; broken data; a bad row or an id that occurs twice in the wanted blocks. The sentence
+                names file and line.
+        """
+        self.block_size, self._starts, self._stream = block_size, [], None
+        digest = hashlib.sha256()
+        keys = array("Q")
+        count = 0
+        with tqdm(desc="reading", unit="text", disable=None) as bar:
+            for number, file in enumerate(self.files):
+                offset = file.header
+                for row, raw in enumerate(file.rows(0, offset)):
+                    if count % block_size == 0:
+                        self._starts.append(_Start(number, row, offset))
+                        bar.update(count - bar.n)
+                    if wanted(count // block_size):
+                        try:
+                            keys.append(hash_of(file.parse(raw, row)[0]))
+                        except ValueError:
+                            if not self.skip_bad:
+                                raise
+                    offset += len(raw)
+                    count += 1
+                digest.update(f"{file.form} {file.sha256}".encode())
+        if not count:
+            raise ValueError(f"{self.name} holds no text.")
+        self._refuse_repeated(np.frombuffer(keys, np.uint64), wanted)
+        return count, digest.hexdigest()
+
+    def read(self, number: int) -> Block:
+        """The texts of a block after :meth:`scan`; reading one after the other is fastest.
+
+        Raises:
+            ValueError: A bad row, unless these are skipped.
+        """
+        start = self._starts[number]
+        rows: list[tuple[str, str]] = []
+        bad: list[str] = []
+        left = self.block_size
+        for file in range(start.file, len(self.files)):
+            first, offset = (start.row, start.offset) if file == start.file else (0, self.files[file].header)
+            stream = self._seek(file, first, offset)
+            row = first
+            for row, raw in enumerate(islice(stream, left), first):
+                try:
+                    rows.append(self.files[file].parse(raw, row))
+                except ValueError as error:
+                    if not self.skip_bad:
+                        raise
+                    bad.append(str(error))
+                left -= 1
+            if not left:
+                self._stream = (file, row + 1, stream)
+                break
+        return Block(rows, bad)
+
+    def _seek(self, file: int, row: int, offset: int) -> Iterator[Any]:
+        """The rows of a file from one on; what can't be sought is read on from where the last block ended."""
+        if self._stream is not None:
+            at_file, at_row, stream = self._stream
+            self._stream = None
+            if at_file == file and (at_row == row or (at_row < row and self.files[file].packed)):
+                next(islice(stream, row - at_row, row - at_row), None)
+                return stream
+        return self.files[file].rows(row, offset)
+
+    def _refuse_repeated(self, keys: np.ndarray, wanted: Callable[[int], bool]) -> None:
+        ordered = np.sort(keys)
+        suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())  # or two ids of one 64-bit hash
+        seen: set[str] = set()
+        for number in range(len(self._starts)) if suspects else ():
+            for key, _ in self.read(number).rows if wanted(number) else ():
+                if hash_of(key) in suspects:
+                    if key in seen:
+                        raise ValueError(f"{self.name}: id {key!r} occurs a second time, in block {number}.")
+                    seen.add(key)
+
+
+class _File:
+    """One file: its form, and its rows as they lie there."""
+
+    def __init__(self, path: Path, *, titles: bool) -> None:
+        self.path = path
+        self.titles = titles  # belong to the text; not so a query's
+        self.packed: str | None = None
+        self.sha256 = ""  # of the uncompressed content, once it was read from the start to the end
+        self.header = 0  # bytes before the first row
+        try:
+            with path.open("rb") as file:
+                parquet = file.read(4) == b"PAR1"
+            if parquet:
+                self.form = "parquet"
+            else:
+                self.packed = compression_of(path)
+                with open_plain(path) as file:
+                    self._tell_form(file.readline(2**20))
+        except BROKEN as error:
+            raise ValueError(f"{path}: broken {self.packed} data ({error}). Fetch the file again.") from None
+        except (IsADirectoryError, PermissionError) as error:
+            raise type(error)(f"{path} can't be read ({error.strerror}).") from None
+
+    def _tell_form(self, line: bytes) -> None:
+        text = line.removeprefix(b"\xef\xbb\xbf")
+        if text.lstrip().startswith(b"{"):
+            self.form = "jsonl"
+        elif text.rstrip(b"\r\n") == _HEADER:
+            self.form, self.header = "dpr", len(line)
+        elif b"\t" in text:
+            self.form = "tsv"
+        elif not line:
+            self.form = "empty"
+        else:
+            raise ValueError(f"{self.path}: expected jsonl, tab-separated lines or Parquet, got {line[:80]!r}.")
+
+    def rows(self, row: int, offset: int) -> Iterator[Any]:
+        """Lines or records from a row on; a plain file is sought by its offset in bytes."""
+        return self._records(row) if self.form == "parquet" else self._lines(row, offset)
+
+    def _lines(self, row: int, offset: int) -> Iterator[bytes]:
+        digest = hashlib.sha256() if row == 0 else None
+        start = row if self.packed is None else 0
+        at = start
+        try:
+            with open_plain(self.path) as file:
+                if self.packed is None:
+                    file.seek(offset)
+                elif self.header:
+                    file.readline()
+                for at, line in enumerate(file, start):
+                    if digest is not None:
+                        digest.update(line)
+                    if at >= row:
+                        yield line
+        except BROKEN as error:
+            raise ValueError(
+                f"{self._where(at + 1)}: broken {self.packed} data ({error}). Fetch the file again."
+            ) from None
+        if digest is not None:
+            self.sha256 = digest.hexdigest()
+
+    def _records(self, row: int) -> Iterator[dict[str, Any]]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ImportError(f'{self.path} needs pyarrow: pip install "st-aggretriever[parquet]" ({error}).') from None
+        if not self.sha256:
+            self.sha256 = checksum(self.path)
+        try:
+            with pyarrow.parquet.ParquetFile(self.path) as file:
+                ends = np.cumsum([file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]).tolist()
+                group = bisect_right(ends, row)
+                skip = row - ([0, *ends][group])
+                columns = [name for name in file.schema_arrow.names if name in (*ID_FIELDS, "title", *TEXT_FIELDS)]
+                batches = file.iter_batches(_PARQUET_ROWS, row_groups=range(group, len(ends)), columns=columns)
+                for batch in batches:
+                    yield from batch.slice(min(skip, len(batch))).to_pylist()
+                    skip = max(0, skip - len(batch))
+        except pyarrow.ArrowException as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{self.path} is no Parquet file that can be read: {reason}") from None
+
+    def parse(self, raw: Any, row: int) -> tuple[str, str]:
+        """``(id, text)`` of a row.
+
+        Raises:
+            ValueError: A bad one; the sentence names file and line.
+        """
+        try:
+            if self.form == "parquet":
+                return _of_record(raw, titles=self.titles)
+            line = decode_line(raw, first=row == 0)
+            if self.form == "jsonl":
+                return _of_record(json_object(line), titles=self.titles)
+            return _of_columns(line, with_title=self.form == "dpr")
+        except ValueError as error:
+            raise ValueError(f"{self._where(row)}: {error}") from None
+
+    def _where(self, row: int) -> str:
+        return f"{self.path} {'row' if self.form == 'parquet' else 'line'} {row + 1 + (self.header > 0)}"
+
+
+def _of_record(record: dict[str, Any], *, titles: bool) -> tuple[str, str]:
+    name = next((field for field in ID_FIELDS if field in record), ID_FIELDS[0])
+    field = next((field for field in TEXT_FIELDS if field in record), None)
+    title = text_of(record, "title") if titles else ""
+    if field is None and not (titles and "title" in record):
+        raise ValueError(
+            f"expected a field 'text', 'contents', 'passage' or 'title', got {', '.join(map(repr, record))}."
+        )
+    return id_of(record, name), join_title(title, text_of(record, field) if field else "")
+
+
+def _of_columns(line: str, *, with_title: bool) -> tuple[str, str]:
+    key, tab, text = line.partition("\t")
+    fields = {"id": key, "text": text}
+    if with_title:
+        columns = next(csv.reader([line], delimiter="\t"), [])
+        tab = tab if len(columns) == 3 else ""
+        fields = dict(zip(("id", "text", "title"), columns, strict=False))
+    if not tab or len(fields["id"].split()) != 1 or fields["id"] != fields["id"].strip():
+        expected = "id<tab>text<tab>title" if with_title else "id<tab>text"
+        raise ValueError(f"expected {expected}, got {line[:200]!r}.")
+    return id_of(fields, "id"), join_title(text_of(fields, "title"), text_of(fields, "text"))
+
+
+def _find(place: str, side: str) -> list[Path]:
+    path = Path(place)
+    if path.is_dir():
+        try:
+            return [find_text(path, "corpus.jsonl" if side == "document" else "queries.jsonl")]
+        except FileNotFoundError:
+            pass
+        endings = tuple(ending + packed for ending in ENDINGS for packed in ("", ".gz", ".zst"))
+        found = [entry for entry in path.iterdir() if entry.name.endswith(endings) and not entry.name.startswith(".")]
+        if not found:
+            raise FileNotFoundError(
+                f"{place} holds neither {'corpus' if side == 'document' else 'queries'}.jsonl (BEIR) nor any file of"
+                f" {', '.join(ENDINGS)} (or .gz, .zst)."
+            )
+        return sorted(found)
+    if path.exists():
+        return [path]
+    found = [Path(name) for name in glob.glob(place, recursive=True) if Path(name).is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"{place} does not exist." if not glob.has_magic(place) else f"{place} matches no file."
+        )
+    return sorted(found)

@@ -1,0 +1,124 @@
+"""Inverted files on disk: the same hits as in memory, kills, refusals, the two commands."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from st_aggretriever.cli import main
+from st_aggretriever.ondisk import OnDiskIndex, build_on_disk, search_on_disk
+from st_aggretriever.retrieve import search_exactly
+from st_aggretriever.vectors import VectorFolder, VectorWriter
+
+faiss = pytest.importorskip("faiss")
+
+ROWS, DIM = 600, 8
+RNG = np.random.default_rng(0)
+VECTORS = RNG.standard_normal((ROWS, DIM), np.float32)
+QUERIES = RNG.standard_normal((10, DIM), np.float32)
+
+
+def write_vectors(path: Path, vectors: np.ndarray, first: int = 0, side: str = "document") -> VectorFolder:
+    manifest = {"side": side, "model": "m", "model_hash": "0" * 64, "dimension": DIM, "parts": [["all", DIM]],
+                "similarity": "dot", "length": 8, "prompt": "", "block_size": 70, "source": str(first)}  # fmt: skip
+    with VectorWriter(path, manifest) as writer:
+        starts = range(0, len(vectors), 70)
+        for number, start in enumerate(starts):
+            block = vectors[start : start + 70]
+            writer.write(number, [f"dök{first + start + row}" for row in range(len(block))], block)
+        writer.finish(len(starts))
+    return VectorFolder(path)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[VectorFolder]:
+    return [write_vectors(tmp_path / "a", VECTORS[:390]), write_vectors(tmp_path / "b", VECTORS[390:], 390)]
+
+
+@pytest.mark.parametrize("factory", ["IVF8,Flat", "IVF4,PQ4x4", "OPQ4,IVF4,PQ4x4"])
+def test_it_finds_what_the_same_index_in_memory_finds(
+    folders: list[VectorFolder], tmp_path: Path, factory: str
+) -> None:
+    path = build_on_disk(folders, factory, tmp_path / "index", part_rows=150)
+    found, report = search_on_disk(path, folders, QUERIES, 9, parameters="nprobe=2")
+    memory = faiss.index_factory(DIM, factory, faiss.METRIC_INNER_PRODUCT)
+    memory.train(VECTORS)
+    memory.add(VECTORS)
+    faiss.ParameterSpace().set_index_parameters(memory, "nprobe=2")
+    scores, positions = memory.search(QUERIES, 9)
+    assert found.ids.tolist() == [[f"dök{place}" for place in row] for row in positions]
+    np.testing.assert_allclose(found.scores, scores, rtol=1e-5)
+    assert sorted(file.name for file in path.iterdir()) == [
+        "ids.bin", "ids.npy", "index.faiss", "lists.ivfdata", "manifest.json"]  # fmt: skip
+    assert report["bytes"] == sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_all_cells_of_uncompressed_vectors_are_exact_and_it_can_be_moved(
+    folders: list[VectorFolder], tmp_path: Path
+) -> None:
+    path = build_on_disk(folders, "IVF8,Flat", tmp_path / "index")
+    path = path.rename(tmp_path / "moved")
+    whole = write_vectors(tmp_path / "whole", VECTORS)
+    expected = search_exactly(whole, QUERIES, 20)
+    found, _ = search_on_disk(path, folders, QUERIES, 20, parameters="nprobe=8")
+    assert found.ids.tolist() == expected.ids.tolist()
+    few, _ = search_on_disk(path, folders, QUERIES, ROWS, parameters="nprobe=1")
+    assert few.ids[0][-1] is None  # a cell holds fewer
+    assert few.scores[0][-1] == -np.inf
+
+
+def test_killed_at_every_step_it_goes_on_and_ends_the_same(folders: list[VectorFolder], tmp_path: Path) -> None:
+    from test_shards import _run_and_kill
+
+    build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "whole", part_rows=200)
+    for step in range(1, 60):
+        lived = _run_and_kill(lambda: build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "v", part_rows=200), step)
+        if lived or (tmp_path / "v").exists():
+            break
+    assert step > 5
+    one, two = (search_on_disk(tmp_path / name, folders, QUERIES, 9)[0] for name in ("whole", "v"))
+    assert one.ids.tolist() == two.ids.tolist()
+    assert not (tmp_path / "v.partial").exists()
+
+
+def test_what_does_not_fit_is_refused(folders: list[VectorFolder], tmp_path: Path) -> None:
+    for factory, sentence in (
+        ("Flat", "is no inverted file"),
+        ("NONSENSE", "could not parse"),
+        ("IVF900,Flat", "Number of training points"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            build_on_disk(folders, factory, tmp_path / f"no-{factory}")
+    path = build_on_disk(folders, "IVF4,Flat", tmp_path / "index")
+    with pytest.raises(FileExistsError, match="index exists"):
+        build_on_disk(folders, "IVF4,Flat", path)
+    with pytest.raises(ValueError, match="was built from other vectors"):
+        OnDiskIndex(path, folders[:1])
+    with pytest.raises(FileNotFoundError, match="is no index on disk"):
+        OnDiskIndex(tmp_path, folders)
+    (tmp_path / "v.partial").mkdir()
+    (tmp_path / "v.partial" / "manifest.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(ValueError, match="begun with other vectors or settings"):
+        build_on_disk(folders, "IVF4,Flat", tmp_path / "v")
+    content = (path / "index.faiss").read_bytes()
+    (path / "index.faiss").write_bytes(content[:-9])
+    with pytest.raises(ValueError, match="index is damaged"):
+        OnDiskIndex(path, folders)
+
+
+def test_commands(folders: list[VectorFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_vectors(tmp_path / "q", QUERIES, side="query")
+    places = [str(folder.folder) for folder in folders]
+    index = str(tmp_path / "index")
+    assert main(["index", "--vectors", *places, "--factory", "IVF8,Flat", "--output", index]) == 0
+    assert "600 vectors in IVF8,Flat" in capsys.readouterr().out
+    search: list[Any] = ["search", "--index", *places, "--queries", str(tmp_path / "q"), "--on-disk", index]
+    search += ["--run", str(tmp_path / "run"), "--top-k", "9", "--overwrite", "--recall-queries", "6"]
+    for cells, recall in ((1, "0."), (8, "1.0000 on 6 queries")):
+        assert main([*search, "--index-parameters", f"nprobe={cells}"]) == 0
+        assert f"recall of the exact 9 {recall}" in capsys.readouterr().out
+    assert len((tmp_path / "run").read_text().splitlines()) == 90
+    assert main([*search, "--index-factory", "Flat"]) == 2
+    assert "--on-disk is an index" in capsys.readouterr().err

@@ -1,0 +1,529 @@
+"""Collections by blocks: readers, shards, kills, verify, merge, search over shards, and what each refuses."""
+
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from st_aggretriever import bulk, vectors
+from st_aggretriever.bulk import Source, encode_to_disk
+from st_aggretriever.cli import main
+from st_aggretriever.readers import corpus as corpus_module
+from st_aggretriever.readers.corpus import Corpus
+from st_aggretriever.retrieve import search_exactly
+from st_aggretriever.shard_search import ShardSearch
+from st_aggretriever.shards import merge_shards, open_shards, shard_from
+from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.verify import reopen, verify
+
+ROWS = [(f"d{number}", "abc"[number % 3] * (number % 7 + 1)) for number in range(23)]
+
+
+class Letters:
+    """An encoder whose vector counts a, b and c, of texts that don't begin with the letter it can't take."""
+
+    similarity_fn_name = "dot"
+
+    def __init__(self, poison: str = "", nan: str = "") -> None:
+        self.poison, self.nan = poison, nan
+        self.batches: list[list[str]] = []
+
+    def encode_document(self, texts: list[str], **_: Any) -> np.ndarray:
+        self.batches.append(texts)
+        if self.poison and any(self.poison in text for text in texts):
+            raise RuntimeError("index out of range")
+        found = np.array([[text.count(letter) for letter in "abc"] for text in texts], np.float32)
+        found[[bool(self.nan) and self.nan in text for text in texts]] = np.nan
+        return found
+
+    encode_query = encode_document
+
+
+def write_jsonl(path: Path, rows: list[tuple[str, str]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps({"_id": key, "text": text}) + "\n" for key, text in rows))
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def encode_shards(folder: Path, count: int = 2, **options: Any) -> Path:
+    for number in range(count):
+        source = Source("texts", lambda: iter(ROWS))
+        encode_to_disk(Letters(), source, folder, block_size=4, shard=(number, count), **options)
+    return folder
+
+
+def read_all(corpus: Corpus, block_size: int) -> list[tuple[str, str]]:
+    count, _ = corpus.scan(block_size)
+    return [row for number in range(-(-count // block_size)) for row in corpus.read(number).rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers
+
+
+def make_corpora(folder: Path) -> dict[str, Path]:
+    """The same rows in every form."""
+    import pyarrow
+    import pyarrow.parquet
+
+    plain = write_jsonl(folder / "plain.jsonl")
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (folder / "msmarco.tsv").write_text("".join(f"{key}\t{text}\n" for key, text in ROWS))
+    (folder / "dpr.tsv").write_text("id\ttext\ttitle\n" + "".join(f'{key}\t"{text}"\t\n' for key, text in ROWS))
+    table = pyarrow.table({"other": [1] * len(ROWS), "id": [key for key, _ in ROWS], "contents": [t for _, t in ROWS]})
+    pyarrow.parquet.write_table(table, folder / "table.parquet", row_group_size=5)
+    parts = folder / "parts"
+    parts.mkdir()
+    write_jsonl(parts / "a.jsonl", ROWS[:9])
+    (parts / "b.jsonl").write_text("")
+    (parts / "c.tsv.gz").write_bytes(gzip.compress("".join(f"{k}\t{t}\n" for k, t in ROWS[9:]).encode()))
+    (parts / "README").write_text("no texts")
+    beir = folder / "beir"
+    beir.mkdir()
+    lines = [json.dumps({"_id": key, "title": text[0], "text": text[1:] or None}) + "\n" for key, text in ROWS]
+    (beir / "corpus.jsonl").write_text("".join(lines))
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 23, 100])
+def test_every_form_gives_the_same_rows_in_blocks(
+    tmp_path: Path, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_PARQUET_ROWS", 2)  # less than a row group
+    for name, place in make_corpora(tmp_path).items():
+        expected = (
+            [(key, " ".join(filter(None, (text[0], text[1:])))) for key, text in ROWS] if name == "beir" else ROWS
+        )
+        corpus = Corpus(place)
+        assert read_all(corpus, block_size) == expected, name
+        numbers = range(-(-len(ROWS) // block_size))
+        for number in [*reversed(numbers), 0]:  # in any order
+            assert corpus.read(number).rows == expected[number * block_size : (number + 1) * block_size], name
+
+
+def test_patterns_and_several_places_are_read_by_name(tmp_path: Path) -> None:
+    for name, part in (("2", ROWS[5:9]), ("1", ROWS[:5]), ("3", ROWS[9:])):
+        write_jsonl(tmp_path / f"part-{name}.jsonl", part)
+    assert read_all(Corpus(str(tmp_path / "part-*.jsonl")), 4) == ROWS
+    assert read_all(Corpus(tmp_path / "part-2.jsonl", tmp_path / "part-1.jsonl"), 4) == ROWS[5:9] + ROWS[:5]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"_id": "1", "text": "a"}\n{"_id": "2"}\n', "line 2: expected a field 'text'"),
+        ('{"_id": "1", "text": "a"}\n{"text": \n', "line 2: expected a JSON object, got malformed JSON"),
+        ('{"_id": "1", "text": "a"}\n{"_id": "1", "text": "b"}\n', "id '1' occurs a second time"),
+        ("1\ta\n2 b\n", "line 2: expected id<tab>text, got '2 b'"),
+        ("id\ttext\ttitle\n1\ta\n", "line 2: expected id<tab>text<tab>title"),
+        ("no form\n", "expected jsonl, tab-separated lines or Parquet"),
+        ("", "holds no text"),
+    ],
+)
+def test_a_bad_file_is_refused_before_anything_is_encoded(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "corpus"
+    path.write_text(content)
+    model = Letters()
+    with pytest.raises(ValueError, match=sentence):
+        encode_to_disk(model, Corpus(path), tmp_path / "out")
+    assert model.batches == []
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(b'{"_id": "1", "text": "a"}\n' * 999)[:-20])
+    with pytest.raises(ValueError, match=r"corpus\.jsonl\.gz line \d+: broken gzip data"):
+        Corpus(tmp_path / "corpus.jsonl.gz").scan(5)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.jsonl").mkdir()  # a folder where a file should be
+    with pytest.raises(IsADirectoryError, match=r"a\.jsonl can't be read \(Is a directory\)"):
+        Corpus(tmp_path / "parts")
+    (tmp_path / "empty").mkdir()
+    for place, sentence in (("none", "none does not exist"), ("no-*", "matches no file"), ("empty", "nor any file of")):
+        with pytest.raises(FileNotFoundError, match=sentence):
+            Corpus(tmp_path / place)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1" + b"\0" * 50)
+    with pytest.raises(ValueError, match=r"x\.parquet is no Parquet file"):
+        Corpus(tmp_path / "x.parquet").scan(5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding
+
+
+def test_a_blocks_batches_go_by_length_and_never_cross_it(tmp_path: Path) -> None:
+    model = Letters()
+    folder = encode_to_disk(model, Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=10)
+    blocks = [sorted(t for _, t in ROWS[start : start + 10]) for start in (0, 10, 20)]
+    assert [sorted(batch) for batch in model.batches[1:]] == blocks
+    for batch in model.batches[1:]:
+        assert [len(text) for text in batch] == sorted((len(text) for text in batch), reverse=True)
+    ids, found = folder.load()
+    assert ids == [key for key, _ in ROWS]  # the collection's order
+    assert found.tolist() == [[text.count(letter) for letter in "abc"] for _, text in ROWS]
+
+
+def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "REPORT_SECONDS", 0.0)
+    lines: list[str] = []
+    encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=10, report=lines.append)
+    assert lines[0] == "23 documents in 3 blocks, 3 dimensions: 0.0 MB as float32"
+    assert lines[1].startswith("10 of 23 documents, 0.0 MB, ")
+    assert lines[1].endswith(" s left")
+    assert lines[-1].startswith("23 of 23 documents, ")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_merged_shards_are_the_files_of_one_process(tmp_path: Path, count: int) -> None:
+    encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "whole", block_size=4)
+    shards = encode_shards(tmp_path / "shards", count)
+    for copy in (False, True):
+        merged = merge_shards([shards], tmp_path / f"merged-{copy}", copy=copy)
+        assert files(merged.folder) == files(tmp_path / "whole")
+        assert verify(merged) == []
+    with pytest.raises(FileExistsError, match="merged-True exists"):
+        merge_shards([shards], tmp_path / "merged-True")
+
+
+def test_the_shard_can_come_from_the_environment() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+    array = {"SLURM_ARRAY_TASK_ID": "11", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "10"}
+    assert shard_from({"RANK": "1", "WORLD_SIZE": "2", **slurm}) == (1, 2)
+    assert shard_from(slurm) == (3, 8)
+    assert shard_from({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", **array}) == (1, 4)
+    assert shard_from({"RANK": "0", "WORLD_SIZE": "1"}) == (0, 1)
+    with pytest.raises(ValueError, match="expected a process's number and their count in the environment"):
+        shard_from({"RANK": "1"})
+    with pytest.raises(ValueError, match="numbered from 0 to 1, got 2"):
+        shard_from({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Letters(poison="bb"), r"the model can't encode it \(index out of range\)"),
+        (Letters(nan="bb"), "not finite|its vector holds numbers that float32 can't"),
+    ],
+)
+def test_a_poisoned_row_is_named_and_fatal_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: Letters, reason: str, skip: bool
+) -> None:
+    rows = [("x", "a"), ("y", "abba"), ("z", "cc")]
+    source = Source("texts", lambda: iter(rows))
+    if not skip:
+        with pytest.raises(ValueError, match=f"'y'.*({reason})"):
+            encode_to_disk(model, source, tmp_path / "v", block_size=10)
+        return
+    folder = encode_to_disk(model, source, tmp_path / "v", block_size=10, skip_bad=True)
+    assert folder.load()[0] == ["x", "z"]
+    assert folder.load()[1].tolist() == [[1, 0, 0], [0, 0, 2]]
+    assert folder.manifest["skipped"] == 1
+    assert "left out: 'y': " in caplog.text
+    assert verify(folder) == []
+
+
+def test_bad_lines_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], "nonsense", *lines[3:]]) + "\n")
+    folder = encode_to_disk(Letters(), Corpus(path, skip_bad=True), tmp_path / "v", block_size=4, skip_bad=True)
+    assert folder.load()[0] == [key for key, _ in ROWS]
+    assert folder.manifest["skipped"] == 1
+    assert "c.jsonl line 4" in caplog.text
+
+
+def test_what_no_single_text_did_is_raised_as_it_is(tmp_path: Path) -> None:
+    class Full(Letters):
+        def encode_document(self, texts: list[str], **_: Any) -> np.ndarray:
+            if len(texts) > 2:
+                raise RuntimeError("out of memory")
+            return super().encode_document(texts)
+
+    for skip in (False, True):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            encode_to_disk(Full(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", skip_bad=skip)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills, damage, two writers, full disks
+
+
+@pytest.mark.parametrize("what", ["encode", "merge"])
+def test_killed_at_every_step_it_goes_on_and_ends_the_same(tmp_path: Path, what: str) -> None:
+    """SIGKILL before each sync, rename and link, one after the other, with fork for speed."""
+    source = Source("texts", lambda: iter(ROWS))
+    encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4)
+    shards = encode_shards(tmp_path / "shards")
+
+    def work() -> None:
+        if what == "encode":
+            encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
+        else:
+            merge_shards([shards], tmp_path / "v", copy=True)
+
+    for step in range(1, 100):
+        if _run_and_kill(work, step):
+            break
+        if (tmp_path / "v").exists():
+            break  # killed after the folder had got its name
+        assert (tmp_path / "v.partial").exists()
+    else:
+        pytest.fail("it never ended")
+    assert files(tmp_path / "v") == files(tmp_path / "whole")
+    assert step > 4
+    assert not (tmp_path / "v.partial").exists()
+
+
+def _run_and_kill(work: Any, step: int) -> bool:
+    """Run in a child that gets SIGKILL before its ``step``-th sync or rename; whether it lived to the end."""
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def dying(call: Any) -> Any:
+            def counted(*args: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), 9)
+                return call(*args, **options)
+
+            return counted
+
+        os.replace, os.rename, os.fsync = map(dying, (os.replace, os.rename, os.fsync))
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFEXITED(status)
+
+
+def damage(folder: Path, kind: str) -> str:
+    """Break a folder; returns what verify must say."""
+    block, record = folder / "block-00001.npy", folder / "block-00001.json"
+    content = block.read_bytes()
+    if kind == "truncated":
+        block.write_bytes(content[:-4])
+        return r"block-00001\.npy is broken"
+    if kind == "flipped":
+        block.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+        return r"block-00001\.npy was changed"
+    if kind == "id":
+        record.write_text(record.read_text().replace('"d', '"e', 1))
+        return r"block-00001\.json was changed"
+    if kind == "record":
+        record.write_text(record.read_text()[:-9])
+        return r"block-00001\.json is broken"
+    if kind == "missing":
+        block.unlink()
+        return r"block-00001\.npy is missing"
+    if kind == "nan":
+        with VectorWriter(folder.with_name("w"), {"side": "document"}) as writer:
+            shape = np.load(block).shape
+            ids = json.loads(record.read_text())["ids"]
+            writer.write(1, ids, np.full(shape, np.nan, np.float32), truncated=None)
+        for ending in ("npy", "json"):
+            (folder.with_name("w.partial") / f"block-00001.{ending}").replace(folder / f"block-00001.{ending}")
+        return r"block-00001\.npy: the vector of 'd\d+' is not finite"
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "id", "record", "missing", "nan"])
+def test_damage_is_found_refused_and_mended(tmp_path: Path, kind: str) -> None:
+    source = Source("texts", lambda: iter(ROWS))
+    encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4)
+    folder = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
+    assert verify(folder) == []
+    sentence = damage(folder.folder, kind)
+    faults = verify(folder)
+    assert [fault.block for fault in faults] == [1]
+    assert re.search(sentence, faults[0].sentence)
+    assert reopen(folder, faults) == tmp_path / "v.partial"
+    model = Letters()
+    encode_to_disk(model, source, tmp_path / "v", block_size=4)
+    assert sum(map(len, model.batches[1:])) == 4  # the one block alone
+    assert files(tmp_path / "v") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
+def test_merge_refuses_a_damaged_shard_and_goes_on_once_it_is_mended(tmp_path: Path, kind: str) -> None:
+    shards = encode_shards(tmp_path / "shards")
+    one = VectorFolder(shards / "shard-00001-of-00002")
+    sentence = damage(one.folder, kind)
+    with pytest.raises((ValueError, OSError), match=sentence):
+        merge_shards([shards], tmp_path / "v")
+    assert (tmp_path / "v.partial" / "block-00000.json").exists()
+    reopen(one, verify(one))
+    with pytest.raises(FileNotFoundError, match=r"shard-00001-of-00002\.partial is an unfinished encoding"):
+        merge_shards([shards], tmp_path / "v")
+    encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), shards, block_size=4, shard=(1, 2))
+    encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "whole", block_size=4)
+    assert files(merge_shards([shards], tmp_path / "v").folder) == files(tmp_path / "whole")
+
+
+def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    shards = encode_shards(tmp_path / "shards", 3)
+    names = [f"shard-0000{number}-of-00003" for number in range(3)]
+    with pytest.raises(
+        FileNotFoundError, match=r"of 3 shards 1 are missing: 1\. Encode them \(--shard 1 --num-shards 3"
+    ):
+        open_shards([shards / names[0], shards / names[2]])
+    with pytest.raises(ValueError, match="are the same shard, 1 of 3"):
+        open_shards([shards / names[0], shards / names[1], shards / names[1]])
+    manifest = shards / names[2] / "manifest.json"
+    for key in ("model_hash", "source_sha256", "dtype"):
+        kept = manifest.read_text()
+        manifest.write_text(json.dumps(json.loads(kept) | {key: "other"}))
+        with pytest.raises(ValueError, match=f"are no shards of one encoding: their {key} differ"):
+            open_shards([shards])
+        manifest.write_text(kept)
+    (shards / names[2]).rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError, match="shard-00002-of-00003 is no folder of vectors"):
+        open_shards([shards])
+    whole = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "whole", block_size=4)
+    with pytest.raises(ValueError, match="whole is no shard, but"):
+        open_shards([whole.folder, shards / names[0]])
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge_shards([whole.folder], tmp_path / "v")
+    with pytest.raises(FileExistsError, match="whole holds vectors already"):
+        encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), whole.folder, shard=(0, 2))
+
+
+def test_an_id_in_two_blocks_is_found(tmp_path: Path) -> None:
+    rows = [*ROWS, ("d1", "again")]
+    folder = encode_to_disk(Letters(), Source("texts", lambda: iter(rows)), tmp_path / "v", block_size=5)
+    assert [fault.sentence.endswith("id 'd1' is in block 0 and in block 4.") for fault in verify(folder)] == [True]
+
+
+def test_counts_and_the_model_are_checked(tmp_path: Path) -> None:
+    folder = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=5)
+    assert "was made by another model" in verify(folder, model_hash="0" * 64)[0].sentence
+    folder.manifest["rows"] += 1
+    assert "its blocks hold 23 rows, its manifest says 24" in verify(folder)[0].sentence
+    folder.manifest |= {"rows": 23, "texts": 24}
+    assert "expected 24 texts, got 23 and 0 left out" in verify(folder)[0].sentence
+
+
+def test_a_second_writer_is_refused_and_the_first_loses_nothing(tmp_path: Path) -> None:
+    class Second(Letters):
+        """While it encodes, another process tries the same output."""
+
+        def encode_document(self, texts: list[str], **_: Any) -> np.ndarray:
+            if texts != ["dimension"]:
+                with pytest.raises(BlockingIOError, match=r"another process is writing .*v\.partial"):
+                    encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
+            return super().encode_document(texts)
+
+    source = Source("texts", lambda: iter(ROWS))
+    encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4)
+    folder = encode_to_disk(Second(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=4)
+    assert files(folder.folder) == files(tmp_path / "whole")
+
+
+def test_a_full_disk_is_said_and_the_finished_blocks_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source("texts", lambda: iter(ROWS))
+    real, written = vectors.replacing, []
+
+    def full(path: Path, mode: str = "w") -> Any:
+        written.append(path.name)
+        if path.name == "block-00002.npy":
+            raise OSError(28, "No space left on device")
+        return real(path, mode)
+
+    monkeypatch.setattr(vectors, "replacing", full)
+    with pytest.raises(OSError, match=r"no space is left for .*v\.partial .*run the same command again"):
+        encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
+    monkeypatch.undo()
+    assert (tmp_path / "v.partial" / "block-00001.json").exists()
+    encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4)
+    model = Letters()
+    folder = encode_to_disk(model, source, tmp_path / "v", block_size=4)
+    assert sum(map(len, model.batches[1:])) == len(ROWS) - 8
+    assert files(folder.folder) == files(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Search
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_search_over_shards_equals_search_of_the_whole(tmp_path: Path, workers: int) -> None:
+    whole = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "whole", block_size=4)
+    shards = open_shards([encode_shards(tmp_path / "shards", 3)])
+    queries = np.random.default_rng(0).integers(-2, 3, (5, 3)).astype(np.float32)  # exact, full of ties
+    expected = search_exactly(whole, queries, 9)
+    with ShardSearch(shards, workers=workers) as search:
+        for _ in range(workers):
+            found = search.search(queries, 9)
+            assert found.ids.tolist() == expected.ids.tolist()
+            assert found.scores.tolist() == expected.scores.tolist()
+    with ShardSearch([*shards, shards[0]]) as search, pytest.raises(ValueError, match="is in two folders"):
+        search.search(queries, 30)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def test_commands_over_shards_and_a_pool(
+    tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from st_aggretriever import build_aggretriever
+
+    models = [str(tmp_path / name) for name in ("m", "other")]
+    for seed, model in enumerate(models):
+        build_aggretriever(tiny_bert, lexical_dim=8, cls_dim=4, seed=seed).save_pretrained(model)
+    corpus = write_jsonl(
+        tmp_path / "c.jsonl", [(key, f"{text} the cat sleeps" * (len(text) % 3)) for key, text in ROWS]
+    )
+    shared = ["--model", models[0], "--corpus", str(corpus), "--block-size", "5", "--device", "cpu"]
+    whole, pooled, shards, merged = (str(tmp_path / name) for name in ("whole", "pooled", "shards", "merged"))
+    assert main(["encode", *shared, "--output", whole]) == 0
+    printed = capsys.readouterr().out
+    assert "23 documents in 5 blocks, 12 dimensions" in printed
+    assert " tokens, 0.0 MB, " in printed
+    assert main(["encode", *shared, "--output", pooled, "--workers", "1"]) == 0
+    assert files(Path(pooled)) == files(Path(whole))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert main(["encode", *shared, "--output", shards, "--shard", "auto"]) == 0
+    assert main(["merge", shards, "--output", merged]) == 0
+    assert files(Path(merged)) == files(Path(whole))
+    assert main(["verify", shards, merged, "--model", models[0]]) == 2
+    assert "is no shard, but" in capsys.readouterr().err
+    assert main(["verify", shards, "--model", models[0]]) == 0
+    assert capsys.readouterr().out.count(": right\n") == 2
+    assert main(["verify", merged, "--model", models[1]]) == 2
+    captured = capsys.readouterr()
+    assert "was made by another model" in captured.out
+    assert "verify: 1 faults in 1 folders" in captured.err
+    queries = str(tmp_path / "queries")
+    assert main(["encode", *shared, "--side", "query", "--output", queries]) == 0
+    runs = []
+    for index in ([whole], [shards]):
+        runs.append(tmp_path / f"{len(runs)}.trec")
+        assert main(["search", "--index", *index, "--queries", queries, "--run", str(runs[-1]), "--top-k", "7"]) == 0
+    ranked = [[line.split()[:3] for line in run.read_text().splitlines()] for run in runs]
+    assert ranked[0] == ranked[1]
+    for more, sentence in (
+        (["--shard", "0"], "belong together"),
+        (["--shard", "x", "--num-shards", "2"], "must be a number from 0 or auto"),
+        (["--shard", "2", "--num-shards", "2"], "numbered from 0 to 1"),
+        (["--workers", "0"], "--workers must be at least 1"),
+        (["--workers", "2", "--windows", "64"], "Leave --workers out"),
+    ):
+        assert main(["encode", *shared, "--output", str(tmp_path / "no"), *more]) == 2
+        assert sentence in capsys.readouterr().err
