@@ -16,6 +16,9 @@ sentence_transformers.
 from __future__ import annotations
 
 import inspect
+import json
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -81,6 +84,15 @@ _ONEDNN_LINEAR = (
 
 # How the vocabulary product may be computed at inference.
 QUANTIZE = ("none", "int8", "bf16")
+
+# What a saved model says of itself: its vectors of these texts, of which the last is longer than 128 tokens.
+CHECK_FILE = "check.json"
+CHECK_FORMAT = "st_aggretriever check, 1"
+CHECK_TEXTS = (
+    "who sails a ship?",
+    "Bread needs flour, water and salt; the heat of the oven does the rest.",
+    " ".join(f"On day {day} the crew sailed {day} miles, ate bread and watched the moon." for day in range(1, 13)),
+)
 
 
 class MLMEncoder(Transformer):
@@ -249,6 +261,8 @@ class MLMEncoder(Transformer):
         super().save(output_path, *args, **kwargs)
         # With this file beside its weights the model loads where the package is not installed.
         Path(output_path, "st_aggretriever.py").write_bytes(Path(__file__).read_bytes())
+        Path(output_path, CHECK_FILE).unlink(missing_ok=True)  # another model's
+        _saving.modules = [self]
 
 
 def _from_pretrained(auto_class: Any, path: str, config: Any, model_kwargs: dict[str, Any]) -> nn.Module:
@@ -386,6 +400,7 @@ class _HeadModule(Module):
         self.save_config(output_path)
         if self.state_dict():
             self.save_torch_weights(output_path, safe_serialization=safe_serialization)
+        _saving.modules.append(self)
 
     @classmethod
     def load(
@@ -813,6 +828,13 @@ class Concat(_HeadModule):
         self.keys = list(keys)
         self.dims = list(dims)
 
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save(output_path, *args, **kwargs)
+        modules, _saving.modules = _saving.modules, []
+        settings = Path(output_path).with_name("config_sentence_transformers.json")  # written before the modules
+        if isinstance(modules[0], MLMEncoder) and settings.is_file():  # or it is saved by itself
+            write_check(settings.parent, modules, json.loads(settings.read_text(encoding="utf-8")).get("truncate_dim"))
+
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         parts = [features[key] for key in self.keys]
         for key, part, dim in zip(self.keys, parts, self.dims, strict=True):
@@ -824,6 +846,65 @@ class Concat(_HeadModule):
 
     def get_embedding_dimension(self) -> int:
         return sum(self.dims)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a saved model says of itself
+
+
+class _Saving(threading.local):
+    """The modules that this thread's save_pretrained has saved so far, first to last: no module knows the others."""
+
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
+
+
+_saving = _Saving()
+
+
+def write_check(root: Path, modules: Sequence[Any], truncate_dim: int | None = None) -> None:
+    """Write ``check.json``: the vectors of CHECK_TEXTS, without prompt, by which other programs can be judged."""
+    encoder, last = modules[0], modules[-1]
+    try:
+        vectors = _check_vectors(modules)[:, :truncate_dim]
+        if not bool(vectors.isfinite().all()):
+            raise ValueError("a vector is not finite")
+    except Exception as error:  # sharded weights, a full device: nothing of that may cost a trained model
+        logging.getLogger(__name__).warning("no %s is written: %s", CHECK_FILE, error)
+        return
+    check = {
+        "format": CHECK_FORMAT,
+        "modules": [type(module).__name__ for module in modules],
+        "parts": list(zip(last.keys, last.dims, strict=True)),
+        "length": encoder.max_seq_length,
+        "dtype": str(next(encoder.parameters()).dtype).removeprefix("torch."),
+        "quantize": next((module.quantize for module in modules if hasattr(module, "quantize")), "none"),
+        "texts": list(CHECK_TEXTS),
+        "vectors": [[float(f"{number:.7g}") for number in vector] for vector in vectors.tolist()],
+    }
+    (root / CHECK_FILE).write_text(json.dumps(check) + "\n", encoding="utf-8")
+
+
+def _check_vectors(modules: Sequence[Any]) -> Tensor:
+    """(3, dim) float32, each text by itself; the modules are left as they were."""
+    training = [(module, module.training) for whole in modules for module in whole.modules()]
+    device = next(modules[0].parameters()).device
+    vectors = []
+    try:
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            for text in CHECK_TEXTS:
+                features = modules[0].preprocess([text])
+                features = {key: value.to(device) if isinstance(value, Tensor) else value
+                            for key, value in features.items()}  # fmt: skip
+                for module in modules:
+                    features = module(features)
+                vectors.append(features["sentence_embedding"].float().cpu())
+    finally:
+        for module, mode in training:
+            module.training = mode
+    return torch.cat(vectors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The pipeline as ONNX: equal to the model in every variant, or nothing is written."""
 
+import errno
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,10 @@ def test_the_given_model_stays_as_it_is(backbone: str, tmp_path: Path, dtype: to
     assert [node.name for node in session.get_inputs()] == ["input_ids", "attention_mask"]
 
 
+def full(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +186,18 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
         export_onnx(lowered, tmp_path / "there")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         export_onnx(lowered, tmp_path / "no" / "onnx")
+    (tmp_path / "onnx.partial").mkdir()
+    (tmp_path / "onnx.partial" / "mine.txt").write_text("keep me")
+    with pytest.raises(FileExistsError, match=r"onnx\.partial is in the way"):
+        export_onnx(build(backbone), tmp_path / "onnx")
+    with pytest.raises(ValueError, match=r"mine\.txt is a file"):
+        export_onnx(tmp_path / "onnx.partial" / "mine.txt", tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_trace", full)
+        with pytest.raises(OSError, match=r"cannot write .*other: .*No space left"):
+            export_onnx(build(backbone), tmp_path / "other")
+    assert (tmp_path / "onnx.partial" / "mine.txt").read_text() == "keep me"
+    shutil.rmtree(tmp_path / "onnx.partial")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main(["export", "onnx", backbone, str(tmp_path / "onnx")]) == 2
     assert 'pip install "st-aggretriever[onnx]"' in capsys.readouterr().err

@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from st_aggretriever.model import load_aggretriever
+from st_aggretriever.modules import write_check
 
 OPSET = 18  # the first whose ScatterElements can take a maximum, as pooling "tokens" needs
 TOLERANCE = 1e-5  # absolute, and relative to the value
@@ -48,7 +49,8 @@ def export_onnx(model: SentenceTransformer | str | Path, output: str | Path, *, 
         int8: Also write ``model_int8.onnx``, by onnxruntime's dynamic quantisation, and measure it on real passages.
 
     Raises:
-        FileExistsError, FileNotFoundError: The output exists, or its folder doesn't.
+        FileExistsError, FileNotFoundError: The output or ``OUTPUT.partial`` exists, or its folder doesn't.
+        OSError: It can't be written.
         ImportError: onnx or onnxruntime is missing.
         ValueError: The model is no Aggretriever, its architecture can't be traced, or the file's vectors differ.
     """
@@ -58,20 +60,32 @@ def export_onnx(model: SentenceTransformer | str | Path, output: str | Path, *, 
         raise FileExistsError(f"export onnx: {output} exists; name another folder, or remove it.")
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"export onnx: there is no folder {output.absolute().parent}.")
+    partial = output.with_name(output.name + ".partial")
+    if partial.exists():
+        raise FileExistsError(
+            f"export onnx: {partial} is in the way, perhaps left by an export that was killed: move it."
+        )
     given = isinstance(model, SentenceTransformer)
+    if not given and Path(str(model)).is_file():
+        raise ValueError(f"export onnx: {model} is a file: expected the folder of an Aggretriever, or its Hub id.")
     own: Any = copy.deepcopy(model) if given else load_aggretriever(str(model), device="cpu")
     pipeline = _Pipeline(own)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial.mkdir()  # fails where another export has come first: what lies there is its own
     try:
         _trace(pipeline, partial / "model.onnx")
         difference, turned = _compare(pipeline, partial / "model.onnx")
         measured = _quantise(pipeline, partial) if int8 else None
         tokenizer: Any = pipeline.model.tokenizer
         tokenizer.save_pretrained(str(partial))
+        write_check(partial, list(pipeline.model), pipeline.model.truncate_dim)
         (partial / "README.md").write_text(_readme(pipeline, difference, measured), encoding="utf-8")
         partial.rename(output)
+    except Exception as error:
+        if isinstance(error, OSError) or "No space left" in str(
+            error
+        ):  # safetensors, tokenizers have their own classes
+            raise OSError(f"export onnx: cannot write {output}: {error}") from error
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Report(output, difference, turned, measured)
