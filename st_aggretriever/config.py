@@ -94,7 +94,7 @@ class TrainConfig:
     scale: float = _option("factor on the scores in the loss, an inverse temperature", 1.0, above=0)
     fold_dims: list[int] = field(
         default_factory=list,
-        metadata={"help": "lexical widths below D at which the loss is taken too, by folding", "shown": "none"},
+        metadata={"help": "divisors of D: lexical widths at which the loss is taken too, by folding", "shown": "none"},
     )
     fold_weights: list[float] = field(
         default_factory=list, metadata={"help": "weight of the loss at each of these widths", "shown": "1 each"}
@@ -192,6 +192,9 @@ class TrainConfig:
         self.dev_data = self.dev_data and os.fspath(self.dev_data)
         if not self.pairs:
             raise ValueError("TrainConfig: pairs must name at least one file or folder, got none.")
+        for name in ("pairs", "model", "output"):
+            if not all(path.strip() for path in (self.pairs if name == "pairs" else [getattr(self, name)])):
+                raise ValueError(f"TrainConfig: {name} must name a file or folder, got an empty name.")
         for option in fields(self):
             _check_range(option.name, getattr(self, option.name), option.metadata)
         self._check_together()
@@ -205,6 +208,20 @@ class TrainConfig:
             raise ValueError("TrainConfig: contrastive_weight weighs the labels against a teacher. Give one.")
         if self.teacher is not None and not (self.kl_weight or self.margin_mse_weight):
             raise ValueError("TrainConfig: with a teacher kl_weight or margin_mse_weight must be above 0.")
+        if self.fold_weights and len(self.fold_weights) != len(self.fold_dims):
+            raise ValueError(
+                f"TrainConfig: fold_weights must have one weight for each of the {len(self.fold_dims)} fold_dims, got "
+                f"{len(self.fold_weights)}."
+            )
+        if not all(0 <= weight < math.inf for weight in self.fold_weights):
+            raise ValueError(f"TrainConfig: fold_weights must be at least 0 and finite, got {self.fold_weights}.")
+        own = self.lexical_dim  # None where it is a trained model's
+        fits = all(dim >= 1 and (own is None or (own >= dim and own % dim == 0)) for dim in self.fold_dims)
+        if not fits or len(set(self.fold_dims)) < len(self.fold_dims):
+            divisors = "" if own is None else f", divisors of lexical_dim {own}"
+            raise ValueError(
+                f"TrainConfig: fold_dims must be widths of at least 1, each once{divisors}, got {self.fold_dims}."
+            )
         if self.lora_rank and self.mlm_head_learning_rate is not None:
             raise ValueError("TrainConfig: lora_rank leaves the MLM head as it is, without mlm_head_learning_rate.")
 

@@ -1,13 +1,14 @@
 """Hard negatives: what a model, or BM25, ranks highest for a query and is none of its positives.
 
 By inner product and this package's exact search. Left out are all documents that are a known positive of the query
-anywhere in the data, or have the text or the id of one, and documents that have the query's own text.
+anywhere in the data, or have the text or the id of one, documents that have the query's own text, and empty ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +20,10 @@ from tqdm import tqdm
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.bm25 import BM25, best_of
-from st_aggretriever.encoding import Encoder, Source, encode_to_disk, model_hash
+from st_aggretriever.bulk import Source, encode_to_disk
+from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.readers.mined import FORMAT, relative
-from st_aggretriever.readers.store import BadRows, Passages, find_first, hash_of
+from st_aggretriever.readers.store import EMPTY, BadRows, Passages, find_first, hash_of
 from st_aggretriever.readers.training import TrainingData
 from st_aggretriever.search import search
 from st_aggretriever.vectors import VectorFolder, partial_of
@@ -68,6 +70,8 @@ class MiningSettings:
                 f"mine: {self.negatives} negatives can't come from a range of {last - first + 1} ranks. Lower "
                 "--negatives, or raise --depth or widen --ranks."
             )
+        if self.margin is not None and not math.isfinite(self.margin):
+            raise ValueError(f"mine: margin must be finite, got {self.margin}.")
         if self.margin is not None and self.relative_margin is not None:
             raise ValueError("mine: give a margin or a relative margin, not both.")
         if self.relative_margin is not None and not 0 <= self.relative_margin < 1:
@@ -130,6 +134,8 @@ def mine(
         ValueError: A row has fewer candidates than ``settings.negatives``, and ``settings.drop_short`` is off.
     """
     settings = settings or MiningSettings()
+    if batch_size < 1:
+        raise ValueError(f"mine: batch_size must be at least 1, got {batch_size}.")
     output = Path(output)
     check_file(output)
     documents = _documents(data, corpus)
@@ -359,7 +365,7 @@ def _mine_rows(
             place_of[key] = len(queries)
             queries.append(examples[row].query)
             keys, ids = data.known_positives(row)
-            known.append((keys | {key}, ids))
+            known.append((keys | {key, EMPTY}, ids))
     keys_in_order, hashes_in_order = np.sort(documents.keys), np.sort(documents.hashes)
     most = max(_count(keys_in_order, keys) + _count(hashes_in_order, ids) for keys, ids in known)
     scores, positions = miner.find(queries, settings.depth + most)
@@ -367,6 +373,7 @@ def _mine_rows(
         miner, data, documents, examples, [place_of[int(data.query_keys[r])] for r in rows]
     )
     lines, dropped = [], 0
+    served = set()  # queries that keep a row
     for row in rows:
         place = place_of[int(data.query_keys[row])]
         keys, ids = known[place]
@@ -395,7 +402,8 @@ def _mine_rows(
             "scores": [_short(score) for score, _ in kept],
         }
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    return lines, {"rows": len(lines), "dropped_rows": dropped, "queries": len(queries)}
+        served.add(place)
+    return lines, {"rows": len(lines), "dropped_rows": dropped, "queries": len(served)}
 
 
 def _positive_scores(

@@ -248,7 +248,7 @@ class _Vectors:
 
 
 class _BM25:
-    """BM25 over all passages of the data."""
+    """BM25 over all passages of the data, and positives that don't stand among them."""
 
     name = kind = "bm25"
 
@@ -260,7 +260,7 @@ class _BM25:
 
     def score(self, pairs: Sequence[tuple[str, str]], data: TrainingData) -> np.ndarray:
         if self._index is None:
-            self._index = BM25((str(key_of(text)), text) for _, text, _, _ in data.corpus())
+            self._index = BM25(_all_passages(data))
             self._places = {key: place for place, key in enumerate(self._index.ids.tolist())}
         scores = np.zeros(len(pairs), np.float32)
         wanted: dict[str, list[int]] = {}
@@ -270,6 +270,23 @@ class _BM25:
             for place in places:
                 scores[place] = every[self._places[str(key_of(pairs[place][1]))]]
         return scores
+
+
+def _all_passages(data: TrainingData) -> Iterator[tuple[str, str]]:
+    """(key, text) of every passage that a row can give, whichever of the rows ``data`` is a subset of."""
+    seen = set()
+    for _, text, key, _ in data.corpus():
+        seen.add(key)
+        yield str(key), text
+    for source in data.sources:
+        for row in range(len(source)):
+            start, end = source.positive_starts[row : row + 2]
+            if not seen.issuperset(source.positive_keys[start:end].tolist()):  # mined from another collection
+                for passage in source.example(row).positives:
+                    text = source.text(passage)
+                    if (key := key_of(text)) not in seen:
+                        seen.add(key)
+                        yield str(key), text
 
 
 def _kept(vector: Any) -> Any:

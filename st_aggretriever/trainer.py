@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer_state.json"  # transformers' name
 ADAPTED = "adapted.safetensors"  # what a checkpoint holds of a model with LoRA: its trained tensors
+FILES = "files.json"  # of each of a checkpoint's files, by name: size and CRC-32
 _WRITING = "writing"  # Not "checkpoint-N", so that nobody takes what lies in there for a checkpoint.
 STOCK_LOGS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}  # The rest are the loss's parts.
 STOCK_FIGURES = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch", "step"}
@@ -69,14 +72,18 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
 
         Raises:
             OSError: A checkpoint cannot be written or read.
+            ValueError: The checkpoint is damaged.
         """
         if checkpoint is not None:
+            check_checkpoint(Path(checkpoint))
             state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE))
             if state.global_step >= state.max_steps or self.stopped_early(state):
                 # The stock trainer would take one step too many before it noticed.
                 best = state.best_global_step if self.args.load_best_model_at_end else None
                 step = state.global_step if best is None else best
-                self._load_from_checkpoint(str(Path(checkpoint).with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")))
+                folder = Path(checkpoint).with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")
+                check_checkpoint(folder)
+                self._load_from_checkpoint(str(folder))
                 self.state = state
                 return
         self.train(resume_from_checkpoint=checkpoint)
@@ -156,6 +163,7 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
                 self.state.best_model_checkpoint = str(folder / best)
             if self.args.should_save:
                 self.state.save_to_json(str(beside / name / TRAINER_STATE))
+                (beside / name / FILES).write_text(json.dumps(_measured(beside / name)), encoding="utf-8")
                 publish(beside / name, folder / name)
         except Exception as error:  # Also torch's and safetensors' own ones for a full disk.
             raise OSError(f"cannot write the checkpoint {folder / name}: {error}") from error
@@ -175,6 +183,39 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         for path in others[:-room]:
             path.rename(folder / _WRITING)
             shutil.rmtree(folder / _WRITING, ignore_errors=True)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Compare a checkpoint's files with what was noted when it was written.
+
+    Raises:
+        ValueError: One is missing or has changed; the sentence names it.
+    """
+    advice = f"Delete {folder} to go on from the checkpoint before it, or from the start where there is none."
+    try:
+        noted = json.loads((folder / FILES).read_text(encoding="utf-8"))
+        wanted = {str(name): list(figures) for name, figures in noted.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise ValueError(f"the checkpoint {folder} is damaged: {FILES} is missing or broken. {advice}") from None
+    found = _measured(folder)
+    for name, figures in wanted.items():
+        if name not in found:
+            raise ValueError(f"the checkpoint {folder} is damaged: {name} is missing. {advice}")
+        if found[name] != figures:
+            how = f"has {found[name][0]} bytes, not {figures[0]}" if found[name][0] != figures[0] else "has changed"
+            raise ValueError(f"the checkpoint {folder} is damaged: {name} {how}. {advice}")
+
+
+def _measured(folder: Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file, by its path in the folder."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES):
+        crc = 0
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                crc = zlib.crc32(block, crc)
+        found[path.relative_to(folder).as_posix()] = [path.stat().st_size, crc]
+    return found
 
 
 def publish(folder: Path, final: Path) -> None:

@@ -234,6 +234,7 @@ def starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
         for option in fields(config)
         if "build" in option.metadata and getattr(config, option.name) is not None
     }
+    _check_files(config.model)
     is_new = not is_aggretriever(config.model)
     if is_new:
         texts = {name: given.pop(f"{name}_prompt", None) for name in ("query", "document")}
@@ -246,12 +247,29 @@ def starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
         )
     else:
         model = load_aggretriever(config.model)
+    bad = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"train: the starting model {config.model} has weights that are not finite ({', '.join(bad[:3])}). Start "
+            "from another one."
+        )
     _say_lengths(config, model)
     # A checkpoint in half precision comes in half precision, whose steps would be lost in rounding.
     model = model.float()
     if config.lora_rank:
         _adapt(model, config.lora_rank, config.seed)
     return model, is_new
+
+
+def _check_files(model: str) -> None:
+    """Raises ValueError for a folder with a broken JSON file, which transformers reports without its name."""
+    for name in ("modules.json", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        path = Path(model) / name
+        if path.is_file():
+            try:
+                json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"train: {path} is broken ({error}). Save or fetch the model again.") from None
 
 
 def _say_lengths(config: TrainConfig, model: SentenceTransformer) -> None:
@@ -513,10 +531,22 @@ def _finished(start: dict[str, Any], output: Path) -> SentenceTransformer:
     """The model of a run that a kill met after its end, or that was done already."""
     from st_aggretriever.model import load_aggretriever
 
-    _check_same(json.loads((output / RECORD).read_text(encoding="utf-8")), start, output)
+    _check_same(_read_record(output), start, output)
     if is_first():
         shutil.rmtree(output.with_name(output.name + ".partial"), ignore_errors=True)
     return load_aggretriever(output)
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """Raises ValueError where it isn't what a run has written."""
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"train: {path} is broken ({error}). Delete {folder} and train anew.") from None
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise ValueError(f"train: {path} is not the record of a run. Delete or move {folder} and train anew.")
+    return record
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None:
@@ -542,8 +572,8 @@ def _working_folder(working: Path, start: dict[str, Any]) -> Iterator[str | None
     from transformers.trainer_utils import get_last_checkpoint
 
     from st_aggretriever.trainer import publish
+    from st_aggretriever.vectors import lock_folder
 
-    checkpoint = None
     if not is_first():
         # The first process makes and removes it; nobody takes a step before all have found the checkpoint.
         yield get_last_checkpoint(str(working)) if working.is_dir() else None
@@ -551,13 +581,18 @@ def _working_folder(working: Path, start: dict[str, Any]) -> Iterator[str | None
     if working.exists():
         if not (working / RECORD).is_file():
             raise ValueError(f"train: {working} is not the folder of a run (it has no {RECORD}). Delete or move it.")
-        _check_same(json.loads((working / RECORD).read_text(encoding="utf-8")), start, working)
-        checkpoint = get_last_checkpoint(str(working))
     else:
         beside = working.with_name(working.name + ".new")
         beside.mkdir(parents=True, exist_ok=True)
         _write_json(beside / RECORD, start)
         publish(beside, working)
+    lock = lock_folder(working)
+    try:
+        _check_same(_read_record(working), start, working)
+        checkpoint = get_last_checkpoint(str(working))
+    except BaseException:
+        lock.close()
+        raise
     try:
         yield checkpoint
     except BaseException as error:
@@ -568,6 +603,8 @@ def _working_folder(working: Path, start: dict[str, Any]) -> Iterator[str | None
             kept = f"{last} stays, --resume goes on from it" if last else "there was no checkpoint yet, nothing stays"
             raise KeyboardInterrupt(f"interrupted; {kept}") from None
         raise
+    finally:
+        lock.close()
 
 
 def _write_model(model: SentenceTransformer, record: dict[str, Any], working: Path, output: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import training_runs
 
-from st_aggretriever import TrainConfig, build_aggretriever, mining, train
+from st_aggretriever import TrainConfig, build_aggretriever, mining, teacher, train
 from st_aggretriever.bm25 import search_bm25
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import model_hash
@@ -268,6 +268,49 @@ def test_another_corpus_is_mined_by_id_and_by_text(tmp_path: Path) -> None:
         "w1 w1 w2 w2 changed 1",
         "w1 w1 w2 w2 changed 2",
     ]
+    # Mined again from that file, the same collection is searched, and the texts are found through both files.
+    again = mine(Bag(), data, tmp_path / "again.jsonl", model_name="bag")
+    assert (again["documents"], again["corpus"]) == (6, None)
+    assert lines_of(tmp_path / "again.jsonl")[1] == lines_of(tmp_path / "mined.jsonl")[1]
+    twice = open_training_data([str(tmp_path / "again.jsonl")], negatives=4)
+    assert list(twice.row(0).values()) == list(data.row(0).values())
+
+
+def test_bm25_teaches_rows_whose_positives_are_not_in_the_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "cache_folder", lambda: tmp_path / "teachers")
+    path = write(tmp_path / "rows.jsonl", *({"query": f"w1 w{n}", "passage": f"w{n} own"} for n in (2, 3)))
+    corpus = write(tmp_path / "corpus.jsonl", *({"_id": f"d{n}", "text": f"w1 w4 {n}"} for n in range(5)))
+    mine(None, open_training_data([path]), tmp_path / "mined.jsonl", corpus=corpus)
+    data = open_training_data([str(tmp_path / "mined.jsonl")], negatives=2)
+    both = [text for _, text, _, _ in data.corpus()] + ["w2 own", "w3 own"]
+    assert len(both) == 7
+    for part in (data, data.subset([1])):  # the index is that of all rows
+        row = part.with_teacher(teacher.score_rows(part, teacher.load_teacher("bm25"), epochs=[0])).row(len(part) - 1)
+        hits = search_bm25({"q": row["query"]}, [(text, text) for text in both], 7)
+        by_text = dict(zip(hits.ids[0].tolist(), hits.scores[0].tolist(), strict=True))
+        assert row["scores"] == pytest.approx([by_text[row[name]] for name in ("positive", "negative_1", "negative_2")])
+
+
+def test_empty_documents_are_not_mined_and_only_queries_with_rows_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *({"query": f"w{n}", "passage": f"w{n} x"} for n in (1, 2, 3)))
+    (tmp_path / "collection.tsv").write_text("e\t \na\tw1 a\nb\tw2 b\n")
+    options: dict[str, Any] = {"corpus": str(tmp_path / "collection.tsv")}
+    options["settings"] = MiningSettings(drop_short=True, depth=5)
+    mine(Bag(), open_training_data([path]), tmp_path / "dense.jsonl", **options)
+    assert [sorted(row["negatives"]) for row in lines_of(tmp_path / "dense.jsonl")[1]] == [["a", "b"]] * 3
+    made = mine(None, open_training_data([path]), tmp_path / "bm25.jsonl", **options)
+    assert (made["rows"], made["dropped_rows"], made["queries"]) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("value", [None, "rows.jsonl", [], [1]])
+def test_a_manifest_of_other_values_is_refused(folder: Path, tmp_path: Path, value: Any) -> None:
+    mine(Bag(), open_training_data([str(folder)]), tmp_path / "mined.jsonl")
+    manifest, rows = lines_of(tmp_path / "mined.jsonl")
+    write(tmp_path / "mined.jsonl", manifest | {"data": value}, *rows)
+    with pytest.raises(ValueError, match=r"mined\.jsonl line 1: expected a list of paths in 'data'"):
+        open_training_data([str(tmp_path / "mined.jsonl")], negatives=1)
 
 
 def test_interrupted_mining_goes_on_and_gives_the_same_file(

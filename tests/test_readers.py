@@ -138,6 +138,9 @@ BAD_QRELS = {
     "blanks for tabs": (HEADER + "q1 d1 1\n", "line 2: expected the columns query-id"),
     "three columns under TREC": ("q1 0 d1 1\nq1 d2 1\n", "line 2: expected the columns query 0 document grade"),
     "grade not whole": (HEADER + "q1\td1\t1\nq1\td2\t0.5\n", "line 3: expected an integer as the grade, got '0.5'"),
+    "grade that trec_eval takes all memory for": (HEADER + "q1\td1\t3000000000\n", "line 2: expected a grade from"),
+    "grade of many digits": (HEADER + "q1\td1\t" + "9" * 5000 + "\n", "line 2: expected a grade from"),
+    "grade far below": ("q1 0 d1 -10001\n", "line 1: expected a grade from"),
     "no grade": (HEADER + "q1\td1\t\n", "line 2: expected an integer as the grade, got ''"),
     "unknown query": (HEADER + "q1\td1\t1\nq9\td1\t1\n", "line 3: query 'q9' is not in the queries file"),
     "two grades": (HEADER + "q1\td1\t1\nq1\td1\t2\n", "line 3: query 'q1', document 'd1' has another grade"),
@@ -166,7 +169,6 @@ def test_bad_qrels_are_named_by_file_and_number(folder: Path, case: str) -> None
         ({"passage": "p", "negatives": None}, "p", []),
         ({"passage": "p", "negatives": ["m", " n "]}, "p", ["m", "n"]),
         ({"passage": "p", "negatives": [{"title": "t", "text": "n"}, {"text": "\ud800"}]}, "p", ["t n", "\ufffd"]),
-        ({"passage": ""}, "", []),
     ],
 )
 def test_pair_is_query_passage_negatives(tmp_path: Path, record: Any, passage: str, negatives: list[str]) -> None:
@@ -184,6 +186,7 @@ def test_pair_is_query_passage_negatives(tmp_path: Path, record: Any, passage: s
         ({"query": "q", "passage": "p", "negatives": "n"}, "expected a list in 'negatives', got str"),
         ({"query": "q", "passage": "p", "negatives": [1]}, "'negatives', got int"),
         ({"query": "q", "passage": "p", "negatives": [{"title": "t"}]}, "'negatives', got dict"),
+        ({"query": "q", "passage": "p", "negatives": ["n"], "negative_1": "m"}, "or in 'negative_1', got both"),
     ],
 )
 def test_bad_pair_is_named_by_file_and_number(tmp_path: Path, record: Any, sentence: str) -> None:

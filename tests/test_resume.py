@@ -23,6 +23,7 @@ from st_aggretriever import (
     training,
 )
 from st_aggretriever.trainer import AggretrieverTrainer
+from st_aggretriever.vectors import lock_folder
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +184,49 @@ def test_a_full_disk_is_an_error_and_keeps_the_last_checkpoint(settings: dict, t
         patch.setattr(AggretrieverTrainer, "_save_optimizer_and_scheduler", full)
         with pytest.raises(OSError, match=r"cannot write the checkpoint .*checkpoint-4: no space left"):
             train(TrainConfig(**settings))
-    assert sorted(path.name for path in (tmp_path / "out.partial").iterdir()) == ["checkpoint-2", "train.json"]
+    assert sorted(path.name for path in (tmp_path / "out.partial").iterdir()) == [".lock", "checkpoint-2", "train.json"]
+
+
+def test_resume_refuses_a_damaged_run_and_names_the_file(settings: dict, tmp_path: Path) -> None:
+    settings["save_steps"] = 1
+    interrupt(settings, 3)
+    partial = tmp_path / "out.partial"
+    files = [path for path in (partial / "checkpoint-2").rglob("*") if path.is_file()]
+    needed = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "model.safetensors", "files.json"}
+    assert needed <= {path.name for path in files}
+    for path in files:
+        whole = path.read_bytes()
+        for damaged in (None, whole[:-1], bytes([whole[0] ^ 1]) + whole[1:]) if whole else (None,):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(
+                ValueError, match=f"{path.name}.* Delete .*checkpoint-2 to go on from the checkpoint be"
+            ):
+                trainer.check_checkpoint(partial / "checkpoint-2")
+        path.write_bytes(whole)
+    trainer.check_checkpoint(partial / "checkpoint-2")
+    (partial / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"optimizer\.pt is missing"):
+        train(TrainConfig(**settings, resume=True))
+    record = partial / "train.json"
+    whole_record = record.read_text()
+    for text, sentence in (
+        (whole_record[:50], "broken"),
+        ("[1]", "not the record"),
+        ('{"config": 1}', "not the record"),
+    ):
+        record.write_text(text)
+        with pytest.raises(ValueError, match=f"train.json is {sentence}"):
+            training._read_record(partial)
+    record.write_text(whole_record)
+    with lock_folder(partial), pytest.raises(BlockingIOError, match="another process is writing"):
+        training._working_folder(partial, {"config": {}}).__enter__()
 
 
 def test_the_last_two_checkpoints_stay_and_load_as_models(settings: dict, tmp_path: Path) -> None:
     settings["save_steps"] = 1
     interrupt(settings, 5)
     names = sorted(path.name for path in (tmp_path / "out.partial").glob("*"))
-    assert names == ["checkpoint-3", "checkpoint-4", "train.json"]
+    assert names == [".lock", "checkpoint-3", "checkpoint-4", "train.json"]
     assert load_aggretriever(tmp_path / "out.partial" / "checkpoint-4").encode("a dog").shape == (24,)
 
 

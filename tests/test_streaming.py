@@ -70,7 +70,7 @@ def test_format_is_told_by_content(tmp_path: Path, form: str) -> None:
 
 def test_one_json_list_reads_like_lines_whatever_stands_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items are found in pieces: brackets and quotes in texts, letters of several bytes, items longer than a piece."""
-    texts = ['"}], [{', "ä 語 \U0001f600", "\\", "x" * 3000, "", "last"]
+    texts = ['"}], [{', "ä 語 \U0001f600", "\\", "x" * 3000, ",", "last"]
     records = [{"question": f"q {text}", "positive_ctxs": [{"text": text}]} for text in texts]
     for indent, escaped in ((4, False), (None, True)):
         (tmp_path / "dpr.json").write_text(json.dumps(records, indent=indent, ensure_ascii=escaped))
@@ -210,6 +210,10 @@ BROKEN = {
     "positive among negatives": ('{"query": "q", "passage": "a  b", "negatives": ["a b "]}', "its own negatives"),
     "score": ('{"query": "q", "passage": "p", "score": "high"}', "expected a finite number in 'score'"),
     "scores": ('{"query": "q", "passage": "p", "scores": [1, 2]}', "expected 1 numbers in 'scores'"),
+    "blank query": ('{"query": " ", "passage": "p"}', "the query is empty"),
+    "null query": ('{"query": null, "passage": "p"}', "the query is empty"),
+    "null passage": ('{"query": "q", "passage": null}', "a passage is empty"),
+    "empty negatives": ('{"query": "q", "passage": "p", "negatives": ["", ""]}', "a negative is empty"),
 }
 
 
@@ -232,6 +236,63 @@ def test_broken_rows_are_counted_and_stop_past_the_limit(
         True,
         True,
     ]
+
+
+def test_empty_texts_of_a_collection_break_the_rows_that_use_them(msmarco: Path) -> None:
+    (msmarco / "collection.tsv").write_text("0\tzero\n1\t \n2\ttwo\n3\tthree\n")
+    (msmarco / "queries.train.tsv").write_text("10\tten\n20\ttwenty\n30\t \n")
+    with pytest.raises(ValueError, match=r"qrels\.train\.tsv query '10', document '1': the passage '1' is empty"):
+        open_training_data([str(msmarco)])
+    assert len(open_training_data([str(msmarco)], max_bad_rows=1)) == 2
+    triples = "10\t2\t0\n10\t2\t1\n20\t1\t0\n30\t2\t0\n20\t3\t0\n"
+    (msmarco / "qidpidtriples.train.small.tsv").write_text(triples)
+    with pytest.raises(ValueError, match=r"small\.tsv line 2: the negative '1' is empty"):
+        open_training_data([str(msmarco)])
+    data = open_training_data([str(msmarco)], max_bad_rows=3)
+    assert [list(data.row(row).values()) for row in range(len(data))] == [
+        ["ten", "two", "zero"],
+        ["twenty", "three", "zero"],
+    ]
+
+
+LISTS = {
+    "after the end": ('[{A}] {"query": "x"}', "nothing after the JSON list's closing bracket, got '{"),
+    "second list": ("[{A}]\n[{A}]", "nothing after the JSON list's closing bracket"),
+    "between entries": ("[{A} garbage, {A}]", "after entry 1: expected a comma or the list's end, got 'g"),
+    "no comma": ("[{A} {A}]", "after entry 1: expected a comma"),
+    "two commas": ("[{A},, {A}, {A}]", "entry 2: .*malformed"),
+    "inside an entry": ('[{A}, {"query" "q"}, {A}, {A}]', "entry 2: .*malformed JSON .*Expecting ':'"),
+    "cut": ("[{A}, {", "entry 2: .*it breaks off here"),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+@pytest.mark.parametrize("piece", [7, 2**20])
+def test_what_is_no_json_list_is_refused(
+    tmp_path: Path, case: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_CHUNK", piece)
+    text, sentence = LISTS[case]
+    (tmp_path / "rows.json").write_text(text.replace("{A}", '{"query": "q", "passage": "p"}') + " \n" * 20)
+    with pytest.raises(ValueError, match=rf"rows\.json.*{sentence}"):
+        open_training_data([str(tmp_path / "rows.json")])
+
+
+@pytest.mark.parametrize("header", ["query\tpassage", "Question\tpositive\tnegative_1", "\ufeffanchor\tdocument\r"])
+def test_a_header_of_tab_separated_texts_is_no_row(tmp_path: Path, header: str) -> None:
+    (tmp_path / "rows.tsv").write_bytes(f"{header}\na\tb\tc\n".encode())
+    assert [*open_training_data([str(tmp_path / "rows.tsv")]).row(0).values()] == ["a", "b", "c"]
+    (tmp_path / "rows.tsv").write_text("passage\tquery\na\tb\n")
+    with pytest.raises(ValueError, match="line 1: expected the columns query<tab>passage"):
+        open_training_data([str(tmp_path / "rows.tsv")])
+
+
+def test_commas_and_empty_names_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("query,passage\na,b\n")
+    with pytest.raises(ValueError, match=r"rows\.csv: tables with commas are not read\. Write jsonl"):
+        open_training_data([str(tmp_path / "rows.csv")])
+    with pytest.raises(ValueError, match="got an empty one"):
+        open_training_data([""])
 
 
 def test_broken_passages_are_left_out_and_the_others_keep_their_places(tmp_path: Path) -> None:

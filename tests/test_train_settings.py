@@ -1,6 +1,7 @@
 """Settings of a training run: refused in one sentence, each a flag of the command line."""
 
 import inspect
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import VOCAB_SIZE
+from safetensors.torch import load_file, save_file
 from training_runs import die_at, make_rows, write_rows
 
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train, training
 from st_aggretriever.cli import _parser, main
+from st_aggretriever.cli.options import load_model
 from st_aggretriever.trainer import AggretrieverTrainer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,7 +94,9 @@ def bad_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     )
     yield {"pairs": [folder / "own.jsonl"]}, "own.jsonl line 3: the passage stands among its own negatives"
     yield {"pairs": [folder / "same.jsonl"]}, "the pairs fill only 0 of 3 batches of 8 in which no text comes twice"
-    yield {"fold_dims": [5]}, "5"
+    yield {"fold_dims": [5]}, "fold_dims must be widths of at least 1, each once, divisors of lexical_dim 16, got [5]"
+    yield {"fold_dims": [8], "fold_weights": [1, 2]}, "one weight for each of the 1 fold_dims, got 2"
+    yield {"pairs": [""]}, "pairs must name a file or folder, got an empty name"
     yield {"patience": 1}, "patience needs a development set"
     yield {"dev_data": folder / "absent"}, "absent"
     yield {"batch_size": 25}, "batch_size must be at most the number of pairs, 24, got 25"
@@ -102,10 +108,34 @@ def bad_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield {"precision": "fp16"}, "precision must be fp32 or bf16 without a GPU"
 
 
+def broken_models(model: str, folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Copies of a model, each with a part of its sentence."""
+    shutil.copytree(model, folder / "cut")
+    tokenizer = folder / "cut" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text(encoding="utf-8")[:100], encoding="utf-8")
+    yield {"model": folder / "cut"}, f"{tokenizer} is broken"
+    shutil.copytree(model, folder / "nan")
+    weights = load_file(folder / "nan" / "model.safetensors")
+    name = next(name for name in sorted(weights) if name.endswith("LayerNorm.weight"))
+    weights[name][0] = torch.nan
+    save_file(weights, folder / "nan" / "model.safetensors", metadata={"format": "pt"})
+    yield {"model": folder / "nan"}, "has weights that are not finite ("
+
+
+def test_broken_modules_json_is_named(tmp_path: Path) -> None:
+    for text, sentence in (("[{", "modules.json is broken"), ("{}", "modules.json holds no list of modules")):
+        (tmp_path / "modules.json").write_text(text)
+        with pytest.raises(ValueError, match=sentence):
+            load_model(str(tmp_path), "cpu", False)
+    with pytest.raises(ValueError, match=r"modules\.json is a file"):
+        load_model(str(tmp_path / "modules.json"), "cpu", False)
+
+
 def test_bad_input_is_one_sentence_with_exit_code_2_and_leaves_no_trace(
     settings: dict, headless_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     cases = [*bad_inputs(tmp_path), ({"model": headless_bert}, "pooling='tokens'")]
+    cases += broken_models(settings["model"], tmp_path)
     before = sorted(tmp_path.rglob("*"))
     for change, message in cases:
         assert main(["train", *flags(settings | change)]) == 2, message

@@ -27,13 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("ST_AGGRETRIEVER_TRACEBACK"):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"st-aggretriever: {message}", file=sys.stderr)
+        print(f"st-aggretriever: {message.removeprefix('st_aggretriever: ')}", file=sys.stderr)
         return 2
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    from st_aggretriever.cli import evaluate, explain, export, hub, mine, models, training, vectors
+    from st_aggretriever.cli import check, evaluate, explain, export, hub, mine, models, training, vectors
 
     parser = argparse.ArgumentParser(
         prog="st-aggretriever", description="Train, search with and evaluate Aggretriever models."
@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     training.add_train(commands)
     mine.add_mine(commands)
     vectors.add_encode(commands)
+    vectors.add_verify(commands)
+    vectors.add_merge(commands)
+    vectors.add_index(commands)
     vectors.add_search(commands)
     evaluate.add_evaluate(commands)
     evaluate.add_fuse(commands)
@@ -50,5 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     models.add_convert(commands)
     models.add_inspect(commands)
     export.add_export(commands)
+    check.add_check(commands)
     hub.add_push(commands)
     return parser

@@ -97,11 +97,15 @@ def load_for_evaluation(args: argparse.Namespace) -> SentenceTransformer | None:
     if args.model == "bm25":
         if args.query_length or args.document_length:
             raise ValueError("--query-length and --document-length: bm25 reads whole texts. Leave them out.")
-        if getattr(args, "lexical_dim", None) or getattr(args, "windows", None):
-            raise ValueError("--lexical-dim and --windows: bm25 has no vectors. Leave them out.")
+        if any(getattr(args, name, None) is not None for name in ("lexical_dim", "windows", "overlap", "window_cls")):
+            raise ValueError(
+                "--lexical-dim, --windows, --overlap and --window-cls: bm25 has no vectors. Leave them out."
+            )
         if getattr(args, "quantize", None):
             raise ValueError("--quantize: bm25 has no vocabulary product. Leave it out.")
         return None
+    if args.document_length is not None and getattr(args, "windows", None) is not None:
+        raise ValueError("--document-length: --windows reads whole documents, a window at a time. Give one of them.")
     model = load_model(args.model, args.device, args.trust_remote_code, args.quantize)
     set_lengths(model, args.query_length, args.document_length)
     return shaped(model, args) if hasattr(args, "lexical_dim") else model
@@ -111,6 +115,7 @@ def load_model(
     name: str, device: str | None, trust_remote_code: bool, quantize: str | None = None
 ) -> SentenceTransformer:
     """An Aggretriever by this package's own classes, which need no trust; any other model as it asks for."""
+    import json
     from pathlib import Path
 
     import torch
@@ -123,7 +128,16 @@ def load_model(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
+    if Path(name).is_file():
+        raise ValueError(f"--model {name} is a file: expected a model's folder or Hub id.")
     modules = load_file_path(name, "modules.json")
+    if modules is not None:
+        try:
+            entries = json.loads(Path(modules).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"--model {name}: {modules} is broken ({error}). Save or fetch the model again.") from None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError(f"--model {name}: {modules} holds no list of modules. Save or fetch the model again.")
     if modules is not None and "st_aggretriever" not in Path(modules).read_text(encoding="utf-8"):
         if quantize not in (None, "none"):
             raise ValueError(f"--quantize is for an Aggretriever, and {name} is none. Leave it out.")

@@ -13,6 +13,7 @@ from st_aggretriever.readers.text import find_text, id_of, join_title, read_json
 
 QRELS_HEADER = ["query-id", "corpus-id", "score"]
 _INTEGER = re.compile(r"[+-]?[0-9]+")
+_GRADES = 10_000  # trec_eval takes memory for every grade up to the highest
 
 
 def read_corpus(folder: str | Path) -> Iterator[tuple[str, str]]:
@@ -55,7 +56,8 @@ def read_qrels_file(path: str | Path, query_ids: Collection[str]) -> dict[str, d
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no header, wrong columns, a grade that is no integer, an unknown query, two grades for one pair.
+        ValueError: no header, wrong columns, a grade that is no integer or beyond 10,000, an unknown query, two
+            grades for one pair.
     """
     qrels: dict[str, dict[str, int]] = {}
     trec = False
@@ -75,6 +77,8 @@ def read_qrels_file(path: str | Path, query_ids: Collection[str]) -> dict[str, d
         query, document, grade = fields[0], fields[-2], fields[-1]
         if _INTEGER.fullmatch(grade) is None:
             raise ValueError(f"{where}: expected an integer as the grade, got {grade!r}.")
+        if len(grade) > 20 or abs(int(grade)) > _GRADES:
+            raise ValueError(f"{where}: expected a grade from -{_GRADES:,} to {_GRADES:,}, got {grade[:40]}.")
         if query not in query_ids:
             raise ValueError(f"{where}: query {query!r} is not in the queries file. Add it there or remove the line.")
         if qrels.setdefault(query, {}).setdefault(document, int(grade)) != int(grade):

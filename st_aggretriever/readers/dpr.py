@@ -14,6 +14,7 @@ from st_aggretriever.readers.rows import Passage as TrainingPassage
 from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, text_of
 
 PASSAGES_HEADER = ["id", "text", "title"]
+_LONGEST = 2**31 - 1  # characters of a field; csv's own limit is 131,072, and whole pages are longer
 
 
 class Passage(NamedTuple):
@@ -45,7 +46,7 @@ def read_passages(path: str | Path) -> Iterator[Passage]:
     """
     seen: set[str] = set()
     for number, line in read_lines(path):
-        fields = next(csv.reader([line], delimiter="\t"))
+        fields = _columns(f"{path} line {number}", line)
         if number == 1:
             if fields != PASSAGES_HEADER:
                 raise ValueError(f"{path} line 1: expected the header id<tab>text<tab>title, got {line[:200]!r}.")
@@ -99,12 +100,22 @@ def _question(record: Any) -> Question:
     return Question(text_of(record, "question").strip(), answers)
 
 
+def _columns(where: str, line: str) -> list[str]:
+    csv.field_size_limit(_LONGEST)
+    try:
+        return next(csv.reader([line], delimiter="\t"))
+    except csv.Error as error:
+        raise ValueError(
+            f"{where}: expected tab-separated columns on one line, got {line[:200]!r} ({str(error).split(' - ')[0]})."
+        ) from None
+
+
 def _from_columns(where: str, line: str) -> Question:
-    fields = next(csv.reader([line], delimiter="\t"))
+    fields = _columns(where, line)
     try:
         question, answers = fields[0], ast.literal_eval(fields[1])
         return _question({"question": question, "answers": answers})
-    except (ValueError, SyntaxError, IndexError, TypeError):
+    except (ValueError, SyntaxError, IndexError, TypeError, RecursionError, MemoryError):
         raise ValueError(f"{where}: expected question<tab>['answer', ...], got {line[:200]!r}.") from None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from st_aggretriever.readers.rows import Example, Numbers, Passage
-from st_aggretriever.readers.store import BadRows, Passages, Plain
+from st_aggretriever.readers.store import EMPTY, BadRows, Passages, Plain, hash_of
 from st_aggretriever.readers.text import checksum, decode_line
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class JudgedSource:
         digest = hashlib.sha256(f"{passages.sha256}{checksum(queries[0])}".encode())
         if qrels is not None:
             self.judgements = qrels[0].name
-            self._add_judged(qrels[1])
+            self._add_judged(*qrels, bad)
             digest.update(checksum(qrels[0]).encode())
         elif self._triples is not None:
             self.judgements = self._triples.path.name
@@ -67,12 +67,15 @@ class JudgedSource:
     positive_starts: np.ndarray
     negative_counts: np.ndarray
 
-    def _add_judged(self, qrels: Mapping[str, Mapping[str, int]]) -> None:
+    def _add_judged(self, qrels_file: Path, qrels: Mapping[str, Mapping[str, int]], bad: BadRows) -> None:
         judged = [(query, key) for query, grades in qrels.items() for key, grade in grades.items() if grade > 0]
         positions = self._passages.find([key for _, key in judged])
         for (query, key), position in zip(judged, positions.tolist(), strict=True):
             if position >= 0:
-                self._add(query, key, position, 0)
+                try:
+                    self._add(query, key, position, 0)
+                except ValueError as error:
+                    bad.add(self.path, f"{qrels_file} query {query!r}, document {key!r}: {error}")
         if unknown := int((positions < 0).sum()):
             logger.warning("%s: %d of %d %s pairs left out, their documents are not in the corpus.",
                            self.path, unknown, len(judged), self.judgements.split(".tsv")[0])  # fmt: skip
@@ -86,6 +89,8 @@ class JudgedSource:
                 query, positive, negative = _ids(raw, number == 1)
                 if positive == negative:
                     raise ValueError(f"the positive {positive!r} is its own negative. Remove the line.")
+                if self._passages.empty and hash_of(negative) in self._passages.empty:
+                    raise ValueError(f"the negative {negative!r} is empty.")
                 if (query, positive) != before:
                     if query not in self._queries:
                         raise ValueError(f"query {query!r} is not in the queries file.")
@@ -106,6 +111,10 @@ class JudgedSource:
         return digest.hexdigest()
 
     def _add(self, query: str, positive: str, position: int, negatives: int) -> None:
+        if not self._queries[query].strip():
+            raise ValueError(f"the query {query!r} is empty.")
+        if self._passages.keys[position] == EMPTY:
+            raise ValueError(f"the passage {positive!r} is empty.")
         self._row_queries.append(query)
         self._row_positives.append(position)
         self._numbers.add(self._queries[query], [int(self._passages.keys[position])], [positive], negatives)

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 FORMAT = "st_aggretriever negatives, 1"
 _NEEDED = ("data", "data_sha256", "split", "max_bad_rows", "depth")
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("data", list, "a list of paths"),
+    ("split", str, "a name"),
+    ("max_bad_rows", int, "a number"),
+    ("depth", int, "a number"),
+    ("corpus", (str, type(None)), "a path or null"),
+)
 
 
 def relative(path: str, folder: Path) -> str:
@@ -51,6 +58,12 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     missing = [key for key in _NEEDED if key not in manifest]
     if missing:
         raise ValueError(f"{path} line 1: the manifest lacks {', '.join(missing)}. Mine again.")
+    for key, kind, expected in _KINDS:
+        value = manifest.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{path} line 1: expected {expected} in {key!r}, got {value!r}. Mine again.")
+    if not manifest["data"] or not all(isinstance(name, str) for name in manifest["data"]):
+        raise ValueError(f"{path} line 1: expected a list of paths in 'data', got {manifest['data']!r}. Mine again.")
     return manifest
 
 
@@ -81,7 +94,7 @@ class MinedSource:
         self._corpus: Passages | None = None
         if self.manifest.get("corpus"):
             self._corpus = Passages(_found(self.manifest["corpus"], folder), BadRows(0, str))
-            if self._corpus.sha256 != self.manifest["corpus_sha256"]:
+            if self._corpus.sha256 != self.manifest.get("corpus_sha256"):
                 raise ValueError(f"{path} was mined from another {self.manifest['corpus']}. Mine again.")
         self._records = Records(path, skip=1)
         rows, counts = [], []
@@ -143,11 +156,14 @@ class MinedSource:
     def text(self, passage: Passage) -> str:
         if passage.text is not None:
             return passage.text
+        return self._text(passage.id)
+
+    def _text(self, key: str) -> str:
         if self._corpus is None:
-            return self.data.text_of(passage.id)
-        position = int(self._corpus.find([passage.id])[0])
+            return self.data.text_of(key)
+        position = int(self._corpus.find([key])[0])
         if position < 0:
-            raise ValueError(f"{self.path}: passage {passage.id!r} is not in {self._corpus.path}. Mine again.")
+            raise ValueError(f"{self.path}: passage {key!r} is not in {self._corpus.path}. Mine again.")
         return self._corpus.text(position)
 
     def key(self, passage: Passage) -> int:
@@ -156,11 +172,13 @@ class MinedSource:
         return key_of(self.text(passage))
 
     def corpus(self) -> Iterator[tuple[str, Passage]]:
-        for key, text, _, _ in self.data.corpus():
+        # What was mined from; the data's own positives needn't stand in it.
+        own = ((key, text) for key, text, _, _ in self.data.corpus())
+        for key, text in own if self._corpus is None else self._corpus.stream():
             yield key, Passage(text, id=key)
 
     def passage(self, local: str) -> Passage:
-        return Passage(self.data.text_of(local), id=local)
+        return Passage(self._text(local), id=local)
 
     def describe(self) -> dict[str, Any]:
         return {"format": self.form, "mined by": {k: v for k, v in self.manifest.items() if k != "format"}}

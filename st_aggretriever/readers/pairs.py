@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from st_aggretriever.readers.rows import Example, Passage
-from st_aggretriever.readers.text import join_title, score_of, text_of
+from st_aggretriever.readers.text import decode_line, join_title, score_of, text_of
 
 QUERY = ("query", "anchor", "question")
 POSITIVE = ("passage", "positive", "answer")
@@ -60,9 +60,11 @@ def parse(record: dict[str, Any]) -> Example:
             f"expected the fields 'query' and 'passage' (or 'positive'), got {', '.join(map(repr, record)) or 'none'}."
         )
     negatives = record.get("negatives")
+    numbered = sorted((name for name in record if _NUMBERED.fullmatch(name)), key=lambda name: (len(name), name))
     if negatives is None:
-        numbered = sorted((name for name in record if _NUMBERED.fullmatch(name)), key=lambda name: (len(name), name))
         negatives = [record[name] for name in numbered]
+    elif any(record[name] is not None for name in numbered):
+        raise ValueError(f"expected negatives in 'negatives' or in {', '.join(map(repr, numbered))}, got both.")
     if not isinstance(negatives, list):
         raise ValueError(f"expected a list in 'negatives', got {type(negatives).__name__}.")
     positive = Passage(join_title(text_of(record, "title"), text_of(record, passage)), score=score_of(record, "score"))
@@ -111,6 +113,27 @@ def decode_tsv(line: str) -> dict[str, Any]:
     if not passages:
         raise ValueError(f"expected query<tab>passage, got {line[:200]!r}.")
     return {"query": query, "passage": passages[0], "negatives": passages[1:]}
+
+
+def is_header(path: str, line: bytes) -> bool:
+    """Whether the first line of tab-separated texts names its columns: ``query<tab>passage``, then negatives.
+
+    Raises:
+        ValueError: It does, and they stand in another order, or others are there.
+    """
+    try:
+        names = [name.strip().lower() for name in decode_line(line, first=True).split("\t")]
+    except ValueError:
+        return False
+    passage = (*POSITIVE, "document", "text")
+    if len(names) < 2 or not {*names[:2]} <= {*QUERY, *passage}:
+        return False
+    if names[0] in QUERY and names[1] in passage and all(_NUMBERED.fullmatch(name) for name in names[2:]):
+        return True
+    raise ValueError(
+        f"{path} line 1: expected the columns query<tab>passage, then negatives, got the header {'<tab>'.join(names)}. "
+        "Reorder them, or write jsonl."
+    )
 
 
 def refuse_ids(path: str, lines: Sequence[bytes]) -> None:

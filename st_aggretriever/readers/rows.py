@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from st_aggretriever.readers.store import BadRows, hash_of, key_of
+from st_aggretriever.readers.store import EMPTY, BadRows, hash_of, key_of
 
 
 class Passage(NamedTuple):
@@ -160,6 +160,10 @@ class RecordSource:
 def _check(example: Example, keys: list[int]) -> None:
     if not example.positives:
         raise ValueError("expected at least one positive passage, got none.")
-    own = set(keys)
-    if any(key_of(passage.text or "") in own for passage in example.negatives):
+    if not example.query.strip():
+        raise ValueError("the query is empty.")
+    own, negatives = set(keys), [key_of(passage.text or "") for passage in example.negatives]
+    if EMPTY in own or EMPTY in negatives:
+        raise ValueError(f"a {'passage' if EMPTY in own else 'negative'} is empty.")
+    if not own.isdisjoint(negatives):
         raise ValueError("the passage stands among its own negatives. Remove it there.")

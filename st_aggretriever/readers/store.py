@@ -34,6 +34,8 @@ from st_aggretriever.readers.text import (
 
 IN_MEMORY = 64 * 2**20  # bytes
 _CHUNK = 2**20
+_BLANKS = " \t\r\n"
+_TOKEN = 16  # characters of JSON that belong together outside a string have fewer: -Infinity
 _BAR_FROM = 2**28  # bytes from which a scan shows a progress bar
 
 
@@ -49,6 +51,9 @@ def key_of(text: str) -> int:
 def hash_of(text: str) -> int:
     """64 bits of a string as it is."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+EMPTY = key_of("")  # a text that trains nothing
 
 
 class BadRows:
@@ -251,28 +256,45 @@ class Records:
         place, offset, text, number = 0, 0, "", 0  # text begins at `offset` of the file, `place` is the next to read
         position = len(self.plain.read(0, 4096)) - len(self.plain.read(0, 4096).partition(b"[")[2])
         wanted = _CHUNK
+        after = "["  # what came last: the list's start, an item, or a comma
         while True:
-            while position < len(text) and text[position] in " \t\r\n,":
+            while position < len(text) and text[position] in _BLANKS:
                 position += 1
-            if position < len(text) and text[position] == "]":
+            if position < len(text) and text[position] == "]" and after != ",":
+                self._end_list(digest, text[position + 1 :], place)
                 return
+            if position < len(text) and after == "item":
+                if text[position] != ",":
+                    got = text[position : position + 40]
+                    raise ValueError(
+                        f"{self.path} after entry {number}: expected a comma or the list's end, got {got!r}."
+                    )
+                position, after = position + 1, ","
+                continue
             end = -1
             if position < len(text):
                 try:
                     end = decoder.raw_decode(text, position)[1]
-                except json.JSONDecodeError:
+                except json.JSONDecodeError as error:
+                    # An item that goes on in the next piece fails at this one's end, or within a string.
+                    if error.pos < len(text) - _TOKEN and not error.msg.startswith("Unterminated string"):
+                        raise ValueError(
+                            f"{self.path} entry {number + 1}: expected a JSON object, got malformed JSON ({error.msg}, "
+                            f"at {text[error.pos : error.pos + 40]!r})."
+                        ) from None
                     end = -1
                 except RecursionError as error:
                     raise ValueError(f"{self.path} entry {number + 1}: {error}.") from None
             if end != -1 and end < len(text):
                 number += 1
                 yield number, offset + position, text[position:end].encode("latin-1")
-                position = end
+                position, after = end, "item"
                 continue
             chunk = self.plain.read(place, place + wanted)
             if not chunk:
                 raise ValueError(
-                    f"{self.path} entry {number + 1}: expected a JSON list of objects, it breaks off here."
+                    f"{self.path} entry {number + 1}: expected a JSON list of objects, it breaks off here or is "
+                    "malformed."
                 )
             digest.update(chunk)
             place += len(chunk)
@@ -281,6 +303,18 @@ class Records:
                 wanted = max(_CHUNK, len(text))
             else:
                 text = chunk.decode("latin-1")
+
+    def _end_list(self, digest: Any, rest: str, place: int) -> None:
+        """Raises ValueError where something follows the list: ``rest``, and the file from ``place`` on, are left."""
+        while not rest.strip(_BLANKS):
+            chunk = self.plain.read(place, place + _CHUNK)
+            if not chunk:
+                return
+            digest.update(chunk)
+            place += len(chunk)
+            rest = chunk.decode("latin-1")
+        got = rest.strip(_BLANKS)[:40]
+        raise ValueError(f"{self.path}: expected nothing after the JSON list's closing bracket, got {got!r}.")
 
 
 class Passages:
@@ -322,6 +356,7 @@ class Passages:
         self._ids = self._ids[self._order]  # ascending; _order says which position each belongs to
         self._starts = np.frombuffer(starts, np.int64)
         self.keys = np.frombuffer(keys, np.uint64)  # of each passage's text, see key_of
+        self.empty = set(self._ids[self.keys[self._order] == EMPTY].tolist())  # hashed ids of passages without text
         twice = np.flatnonzero(self._ids[1:] == self._ids[:-1])
         if len(twice):
             key = self.id(int(self._order[twice[0]]))

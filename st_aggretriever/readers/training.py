@@ -67,6 +67,8 @@ def open_training_data(
     """
     if not paths:
         raise ValueError("open_training_data: expected at least one path, got none.")
+    if not all(str(path).strip() for path in paths):
+        raise ValueError("open_training_data: expected paths or names, got an empty one.")
     if negatives is not None and negatives < 0:
         raise ValueError(f"open_training_data: negatives must be at least 0, got {negatives}.")
     bad = BadRows(max_bad_rows, logger.warning)
@@ -271,7 +273,8 @@ class TrainingData:
         advice = "--negatives N draws N of each row's for every epoch."
         if isinstance(source, mined.MinedSource):
             advice = (
-                f"Lower --negatives, or mine with a larger --depth than {source.manifest['depth']} or a wider --range."
+                f"Lower --negatives, or mine again with --negatives {self.negatives} --drop-short, a larger --depth "
+                f"than {source.manifest['depth']} or wider --ranks."
             )
         return f"{source.where(local)}: expected {self.negatives} negatives, {how}, got {found}. {advice}"
 
@@ -420,9 +423,15 @@ def _open_file(path: str, bad: BadRows) -> Source:
         first = next((record for _, record in Records(path).scan(BadRows(_PEEK, str))), {})
         form, parse = _format_of(first)
         return RecordSource(Records(path), parse, form, bad)
+    if ".csv" in Path(path).suffixes and plain.first_byte() != b"{" and not all(b"\t" in line for line in head):
+        raise ValueError(
+            f"{path}: tables with commas are not read. Write jsonl with 'query' and 'passage', tab-separated texts, or "
+            "parquet."
+        )
     if plain.first_byte() != b"{" and any(b"\t" in line for line in head):
         pairs.refuse_ids(path, head)
-        return RecordSource(Records(path, decode=pairs.decode_tsv), pairs.parse, "tab-separated texts", bad)
+        records = Records(path, skip=int(pairs.is_header(path, head[0])), decode=pairs.decode_tsv)
+        return RecordSource(records, pairs.parse, "tab-separated texts", bad)
     form, parse = _format_of(_first_object(head))
     return RecordSource(Records(path), parse, form, bad)
 
