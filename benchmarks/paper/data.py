@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import read_lines
 from st_aggretriever.trainer import publish
 
-MOST_DEV_QUERIES = 600
+MOST_QUERIES = 600  # of the dev split, and of the held-out pairs
 SMOKE_WORDS = 24  # of a text at smoke scale
 
 
@@ -35,6 +36,7 @@ def prepare(scale: Scale, data: Path | None, work: Path) -> Path:
     if scale.name == "full" or (prepared / "counts.json").is_file():
         return data if scale.name == "full" else prepared
     partial = work / "data.writing"
+    shutil.rmtree(partial, ignore_errors=True)
     counts: dict[str, Any] = {"train": {}, "dev": {}, "test": {}}
     everything: dict[str, list[dict[str, str]]] = {"train": [], "dev": [], "test": []}
     for source, files in scale.sources.items():
@@ -47,7 +49,7 @@ def prepare(scale: Scale, data: Path | None, work: Path) -> Path:
             everything[name] += pairs
             counts[name][source] = len(pairs)
     _write(partial, "all", everything, scale)
-    _write_collection(partial / IN_DOMAIN, "test", everything["test"], len(everything["test"]))
+    _write_collection(partial / IN_DOMAIN, "test", everything["test"], MOST_QUERIES)
     for collection in scale.collections:
         if collection.folder != IN_DOMAIN and (data / collection.folder).is_dir():
             (partial / collection.folder).symlink_to((data / collection.folder).resolve())
@@ -109,7 +111,7 @@ def _write(folder: Path, source: str, parts: dict[str, list[dict[str, str]]], sc
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / f"train-{source}.jsonl") as file:
         file.writelines(json.dumps(pair, ensure_ascii=False) + "\n" for pair in parts["train"])
-    _write_collection(folder / f"dev-{source}", "dev", parts["dev"], MOST_DEV_QUERIES)
+    _write_collection(folder / f"dev-{source}", "dev", parts["dev"], MOST_QUERIES)
 
 
 def _write_collection(folder: Path, split: str, pairs: list[dict[str, str]], most: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arms import Model, Table, distinct
-from scales import Collection, Scale
+from scales import Scale
 
 from st_aggretriever.atomic import replacing
 
@@ -194,7 +194,7 @@ def _measured(runner: Runner, model: Model) -> dict[str, float]:
 
 
 def _dev_texts(runner: Runner) -> int:
-    dev = Collection(name="dev", folder="dev-all", split="dev")
+    dev = runner.scale.dev
     return sum(1 for _ in runner._corpus(dev)()) + len(runner._judged(dev)[0]) // 2
 
 

@@ -73,6 +73,26 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"- {note}"
 
 
+def write_summary(scale: str, family: list[dict[str, Any]], judged: dict[str, dict[str, Any]], results: Path) -> None:
+    """``FINDINGS-SCALE.md``: every finding that was written down, with its verdict or that it is open."""
+    lines = [
+        f"# Findings, scale {scale}",
+        "",
+        "| table | finding | | difference | 95 % interval |",
+        "|---|---|---|---|---|",
+    ]
+    for finding in family:
+        result = judged.get(finding["id"])
+        line = f"| {finding['table']} | {finding['claim']} ({finding['source']}) "
+        if result is None:
+            lines.append(f"{line}| open: not run yet | | |")
+            continue
+        low, high = result["interval"]
+        lines.append(f"{line}| {result['verdict']} | {result['difference']:+.4f} | {low:+.4f} to {high:+.4f} |")
+    with replacing(results / f"FINDINGS-{scale}.md") as file:
+        file.write("\n".join(lines) + "\n")
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Bars with deviations, or lines where the grid has a width for each row."""
     pyplot = import_matplotlib()

@@ -47,7 +47,6 @@ BATCH = 64
 BLOCK = 20_000
 WIDE_BLOCK = 2_000
 MINING_DEPTH = 200  # the paper's
-DEV = Collection(name="dev", folder="dev-all", split="dev")
 Figures = dict[str, dict[str, list[float]]]  # collection -> metric -> one figure a query
 
 
@@ -255,8 +254,9 @@ class Runner:
         return found
 
     def _fusion_weight(self, row: Row, seed: int) -> float:
-        ranked = [self._ranked(row, seed, DEV), self._bm25(DEV)]
-        return tune_weight(ranked, self._judged(DEV)[1])[0]
+        dev = self.scale.dev
+        ranked = [self._ranked(row, seed, dev), self._bm25(dev)]
+        return tune_weight(ranked, self._judged(dev)[1])[0]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Rankings

@@ -38,6 +38,9 @@ class Collection:
     questions: str = ""
 
 
+DEV = Collection(name="dev", folder="dev-all", split="dev")  # made by the runner, see data.py
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """Settings of one size.
@@ -50,6 +53,7 @@ class Scale:
         rates, factors: The sweep: each of ``factors`` (the loss's scale) at the first rate, then each rate at the best
             factor; ``sweep_steps`` steps each, judged on the dev split. One of each is no sweep.
         max_steps: 0 goes by ``epochs``.
+        dev: Judged training queries, apart from the training pairs, for the fusion's weight.
         patience: Evaluations without a better dev figure after which it is flat; 0 trains to the end.
         fractions: Shares of the training pairs in the table of small training data.
         further_steps: Most steps of further training; 0 goes by ``further_epochs``.
@@ -62,6 +66,7 @@ class Scale:
     control_backbones: tuple[str, ...]
     sources: dict[str, tuple[str, ...]]
     collections: tuple[Collection, ...]
+    dev: Collection = DEV
     seeds_main: tuple[int, ...] = (0,)
     seeds: tuple[int, ...] = (0,)
     batch_size: int = 32
@@ -153,7 +158,7 @@ MINI = Scale(
             metrics=("RR@10", "nDCG@10"),
             domain="in-domain",
             documents=1200,
-            queries=1350,
+            queries=600,
         ),
     ),
     seeds_main=(0, 1, 2, 3, 4),
@@ -219,6 +224,7 @@ FULL = Scale(
         *(_questions(name, f"questions/{name}.tsv") for name in ("NQ", "TQA", "WebQ", "CuratedTREC", "SQuAD")),
         _questions("EntityQuestions", "questions/EntityQuestions.tsv"),
     ),
+    dev=Collection(name="dev", folder="msmarco", split="tune"),
     batch_size=8,
     negatives=7,
     rates=(5e-6,),

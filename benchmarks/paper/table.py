@@ -168,6 +168,7 @@ def refresh(scale: Scale, results: Path, new: dict[str, Any] | None = None) -> N
         for finding in table["findings"]:
             finding |= verdicts[finding["id"]]
         report.write(table, results)
+    report.write_summary(scale.name, findings_of(scale), judged, results)
 
 
 def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
