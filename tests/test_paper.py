@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from st_aggretriever.fold import fold_lexical
+
 PAPER = Path(__file__).parent.parent / "benchmarks" / "paper"
 
 
@@ -89,13 +91,25 @@ def test_a_table_that_was_interrupted_trains_nothing_again(twice: Any) -> None:
     assert twice.result["grids"] == twice.repeated["grids"]
 
 
-def test_rows_of_one_model_share_its_encoding(twice: Any) -> None:
-    # After the interruption three collections were left for CLS, documents and queries, and for the fused row the dev
-    # split of AGG; its parts and folds need nothing.
-    encoded = sorted(path.name for path in (twice.home / "work" / "vectors").glob("*/*"))
-    assert len(encoded) == 2 * 2 * 3 + 2
-    cells = {row["name"]: row["cells"] for row in twice.result["grids"][0]["rows"]}
-    assert len({json.dumps(cells[name]) for name in ("random: AGG", "lexical part", "folded")}) == 3
+def test_rows_of_one_model_share_its_encoding(twice: Any, small: Any) -> None:
+    # Of each model documents and queries of three collections; for the fused row also those of the dev split.
+    assert len(list((twice.home / "work" / "vectors").glob("*/*"))) == 2 * 2 * 3 + 2
+    runner, collection = twice.again, twice.again.collections["first"]
+    model = small.rows[1].model
+    (queries, left), (documents, right) = (
+        runner._vectors(model, 0, collection, side).load() for side in ("query", "document")
+    )
+    folded = [np.concatenate([part[:, :8], fold_lexical(torch.tensor(part[:, 8:]), 8)], 1) for part in (left, right)]
+    expected = {
+        "random: AGG": left @ right.T,
+        "lexical part": left[:, 8:] @ right[:, 8:].T,
+        "folded": folded[0] @ folded[1].T,
+    }
+    for row in small.rows[1:4]:
+        ranked = runner._ranked(row, 0, collection)
+        scores = [[ranked[query][document] for document in documents] for query in queries]
+        np.testing.assert_allclose(scores, expected[row.name], rtol=1e-4, atol=1e-9)
+    assert runner.done["encode"] == 0
 
 
 def test_every_number_of_a_table_is_its_json(paper: SimpleNamespace, twice: Any) -> None:
@@ -132,6 +146,12 @@ def test_dev_and_test_passages_are_in_no_training_pair(paper: SimpleNamespace, t
         held_out = {json.loads(line)["text"] for line in (prepared / name / "corpus.jsonl").open()}
         assert held_out
         assert not held_out & train
+    counts = json.loads((prepared / "counts.json").read_text())
+    for name in ("dev-all", "dev-one", "dev-two", paper.scales.IN_DOMAIN):
+        split = "test" if name == paper.scales.IN_DOMAIN else "dev"
+        judged = {line.split("\t")[0] for line in (prepared / name / "qrels" / f"{split}.tsv").open()} - {"query-id"}
+        queries = sum(1 for _ in (prepared / name / "queries.jsonl").open())
+        assert len(judged) == queries - counts["left out as seen"][name] > 0
     half = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.5).read_text().splitlines()
     quarter = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.25).read_text().splitlines()
     assert set(quarter) < set(half) < set((prepared / "train-all.jsonl").read_text().splitlines())
@@ -150,7 +170,7 @@ def test_collections_weigh_the_same_whatever_their_queries(paper: SimpleNamespac
     finding = {"rows": {"row 0": 1, "row 1": -1}}
     result = paper.judge.contrast(finding, figures, {"row 0": "x", "row 1": "y"}, resamples=50)
     assert result["difference"] == 0.5
-    assert result["interval"] == [0.5, 0.5]
+    assert result["interval"] == pytest.approx([0.5, 0.5])
 
 
 def test_the_spread_of_few_seeds_is_enlarged(paper: SimpleNamespace) -> None:

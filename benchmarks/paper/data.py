@@ -1,8 +1,8 @@
 """Training pairs, dev split, held-out test queries and backbones of a scale, made once and checked for overlap.
 
 Pairs are split by their passage's title, or by the passage where it has none: what a dev or test query asks for is in
-no training pair, and neither is another passage of that title. Which part a group goes to is drawn from its text, so
-the split is that of every run, and a share of the training pairs contains every smaller one.
+no training pair, and neither is another passage of that title; what training has seen in other words is left out.
+Which part a group goes to is drawn from its text, so the split is that of every run, and a share of the training pairs contains every smaller one.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def prepare(scale: Scale, data: Path | None, work: Path) -> Path:
     for collection in scale.collections:
         if collection.folder != IN_DOMAIN and (data / collection.folder).is_dir():
             (partial / collection.folder).symlink_to((data / collection.folder).resolve())
+    counts["left out as seen"] = {
+        folder: _leave_out_seen(partial, folder, split)
+        for folder, split in [(IN_DOMAIN, "test"), *((f"dev-{source}", "dev") for source in ("all", *scale.sources))]
+    }
     counts["seen by training"] = _overlap(partial, scale)
     with replacing(partial / "counts.json") as file:
         file.write(json.dumps(counts, indent=2) + "\n")
@@ -135,15 +139,30 @@ def _write_collection(folder: Path, split: str, pairs: list[dict[str, str]], mos
             file.writelines(f"q{number}\t{key}\t1\n" for key in sorted(judged[query]))
 
 
+def _leave_out_seen(folder: Path, name: str, split: str) -> int:
+    """Take the queries out of a held-out collection whose text, or whose passage in other words, was trained on.
+
+    Returns how many; leaflets share whole paragraphs under different titles.
+    """
+    from st_aggretriever.evaluation.overlap import find_overlap
+
+    seen = set(find_overlap([folder / "train-all.jsonl"], folder / name, split=split)["affected_queries"])
+    path = folder / name / "qrels" / f"{split}.tsv"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    with replacing(path) as file:
+        file.writelines(line for line in lines if line.split("\t")[0] not in seen)
+    return len(seen)
+
+
 def _overlap(folder: Path, scale: Scale) -> dict[str, dict[str, int]]:
-    """Test and dev collection -> what of it lies in the training pairs."""
+    """Test collection -> what of it lies in the training pairs."""
     from st_aggretriever.evaluation.overlap import find_overlap
 
     found = {}
-    collections = [(folder / c.folder, c.split, c.name) for c in scale.collections if (folder / c.folder).is_dir()]
-    for path, split, name in [*collections, (folder / "dev-all", "dev", "dev")]:
-        seen = find_overlap([folder / "train-all.jsonl"], path, split=split)
-        found[name] = {key: len(seen[key]) for key in ("queries", "documents", "affected_queries")}
+    for collection in scale.collections:
+        if collection.folder != IN_DOMAIN and (folder / collection.folder).is_dir():
+            seen = find_overlap([folder / "train-all.jsonl"], folder / collection.folder, split=collection.split)
+            found[collection.name] = {key: len(seen[key]) for key in ("queries", "documents", "affected_queries")}
     return found
 
 

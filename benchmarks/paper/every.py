@@ -16,6 +16,7 @@ import small_data
 import sparse
 import table
 import zero_shot
+from runner import Runner
 from scales import SCALES
 
 TABLES: dict[ModuleType, Any] = {
@@ -37,6 +38,11 @@ def run(argv: list[str] | None = None) -> None:
     made = [module.make(scale) for module in TABLES]
     print("\n".join(estimate.dry_run(scale, made, args.results, details=args.dry_run)))
     if args.dry_run:
+        return
+    if args.measure:
+        runner = Runner(scale, args.data, args.models, args.work, args.results)
+        for made_table in made:
+            estimate.measure(runner, made_table, args.results)
         return
     for module, more in TABLES.items():
         table.main(module.make, more, argv)
