@@ -152,8 +152,8 @@ def test_dev_and_test_passages_are_in_no_training_pair(paper: SimpleNamespace, t
         judged = {line.split("\t")[0] for line in (prepared / name / "qrels" / f"{split}.tsv").open()} - {"query-id"}
         queries = sum(1 for _ in (prepared / name / "queries.jsonl").open())
         assert len(judged) == queries - counts["left out as seen"][name] > 0
-    half = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.5).read_text().splitlines()
-    quarter = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.25).read_text().splitlines()
+    half = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.5, twice.again.work).read_text().splitlines()
+    quarter = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.25, twice.again.work).read_text().splitlines()
     assert set(quarter) < set(half) < set((prepared / "train-all.jsonl").read_text().splitlines())
 
 

@@ -2,7 +2,8 @@
 
 Pairs are split by their passage's title, or by the passage where it has none: what a dev or test query asks for is in
 no training pair, and neither is another passage of that title; what training has seen in other words is left out.
-Which part a group goes to is drawn from its text, so the split is that of every run, and a share of the training pairs contains every smaller one.
+Which part a group goes to is drawn from its text, so the split is that of every run, and a share of the training pairs
+contains every smaller one.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ SMOKE_WORDS = 24  # of a text at smoke scale
 
 def prepare(scale: Scale, data: Path | None, work: Path) -> Path:
     """Make what training needs in ``work``; returns the folder. What is there is taken as it is."""
+    prepared = work / "data"
+    if (prepared / "counts.json").is_file():
+        return prepared
     if scale.name == "smoke":
         data = _smoke_data(work)
     elif data is None:
         raise ValueError(f"--scale {scale.name} needs --data, the folder of collections and pairs.")
-    prepared = work / "data"
-    if scale.name == "full" or (prepared / "counts.json").is_file():
-        return data if scale.name == "full" else prepared
+    elif scale.name == "full":
+        return data
     partial = work / "data.writing"
     shutil.rmtree(partial, ignore_errors=True)
     counts: dict[str, Any] = {"train": {}, "dev": {}, "test": {}}
@@ -64,7 +67,7 @@ def prepare(scale: Scale, data: Path | None, work: Path) -> Path:
     return prepared
 
 
-def pairs_file(prepared: Path, scale: Scale, source: str, fraction: float) -> Path:
+def pairs_file(prepared: Path, scale: Scale, source: str, fraction: float, work: Path) -> Path:
     """The training pairs of a source, or a share of them; the same pairs in every run."""
     if scale.name == "full":
         whole = prepared / scale.sources[source if source != "all" else next(iter(scale.sources))][0]
@@ -72,7 +75,7 @@ def pairs_file(prepared: Path, scale: Scale, source: str, fraction: float) -> Pa
         whole = prepared / f"train-{source}.jsonl"
     if fraction == 1:
         return whole
-    part = whole.with_name(f"{whole.stem}-{fraction:g}.jsonl")
+    part = work / f"{whole.stem}-{fraction:g}.jsonl"
     if not part.exists():
         with whole.open(encoding="utf-8") as lines, replacing(part) as file:
             file.writelines(line for line in lines if _uniform(f"fraction {line}") < fraction)

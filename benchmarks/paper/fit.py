@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ DEV_METRIC = "RR@10"
 # Of the sparse encoder's regularisers, documents and queries: the weights in the documentation of SpladeLoss.
 FLOPS_WEIGHTS = (3e-5, 5e-5)
 RECORD = "fit.json"
+STOCK_RECORD = "stock.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,8 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     from st_aggretriever.readers.pairs import read_pairs
     from st_aggretriever.versions import versions
 
+    if (output / STOCK_RECORD).is_file():
+        return json.loads((output / STOCK_RECORD).read_text(encoding="utf-8"))
     started = time.monotonic()
     set_seed(run.seed)
     model = _stock_model(scale, run.model, run.path)
@@ -193,18 +197,20 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         for entry in trainer.state.log_history
         if f"eval_{DEV_METRIC}" in entry
     ]
-    folder = working / "whole"
-    model.save_pretrained(str(folder), create_model_card=False)
-    publish(folder, output)
-    best = None if not dev else max(dev, key=lambda entry: entry[DEV_METRIC])["step"]
-    seconds = round(time.monotonic() - started, 1)
-    return {
+    record = {
         "steps": trainer.state.global_step,
-        "best_step": best,
-        "seconds": seconds,
+        "best_step": None if not dev else max(dev, key=lambda entry: entry[DEV_METRIC])["step"],
+        "seconds": round(time.monotonic() - started, 1),
         "dev": dev,
         "versions": versions(),
     }
+    folder = working / "whole"
+    shutil.rmtree(folder, ignore_errors=True)  # what a kill has left
+    model.save_pretrained(str(folder), create_model_card=False)
+    (folder / STOCK_RECORD).write_text(json.dumps(record), encoding="utf-8")
+    publish(folder, output)
+    shutil.rmtree(working)
+    return record
 
 
 def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, sparse: bool) -> Any:

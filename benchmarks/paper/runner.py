@@ -119,7 +119,7 @@ class Runner:
         return data_of.backbone_path(self.scale, name, self.models, self.work)
 
     def pairs(self, source: str, fraction: float) -> Path:
-        return data_of.pairs_file(self.prepared, self.scale, source, fraction)
+        return data_of.pairs_file(self.prepared, self.scale, source, fraction, self.work)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training

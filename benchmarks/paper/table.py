@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,17 +38,19 @@ def main(make: Make, more: More | None = None, argv: list[str] | None = None) ->
     if args.dry_run:
         print("\n".join(estimate.dry_run(scale, [table], args.results)))
         return None
-    runner = Runner(scale, args.data, args.models, args.work, args.results)
-    if args.measure:
-        estimate.measure(runner, table, args.results)
-        return None
-    print("\n".join(estimate.dry_run(scale, [table], args.results, details=False)))
     try:
+        runner = Runner(scale, args.data, args.models, args.work, args.results)
+        if args.measure:
+            estimate.measure(runner, table, args.results)
+            return None
+        print("\n".join(estimate.dry_run(scale, [table], args.results, details=False)), flush=True)
         result = fill(runner, table, more)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{table.name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     except KeyboardInterrupt:
-        raise SystemExit(
-            f"interrupted: the same command goes on from what lies in {args.results} and {args.work}."
-        ) from None
+        print(f"interrupted: the same command goes on from {args.results} and {args.work}", file=sys.stderr)
+        raise SystemExit(130) from None
     refresh(scale, args.results, result)
     print((args.results / f"{table.name}-{scale.name}.md").read_text(encoding="utf-8"))
     return result
