@@ -31,7 +31,6 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
         published=published.ABLATION,
-        notes=published.NOTES,
     )
 
 

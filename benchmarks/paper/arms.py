@@ -108,7 +108,7 @@ class Table:
         rows: In order.
         seeds: Of training, and of what is random in an untrained model.
         collections: Names of the scale's test collections that it shows.
-        published: Row -> column -> the paper's or another published figure.
+        published: Row, with its source, -> column -> a published figure.
         notes: Sentences below the table.
     """
 

@@ -23,7 +23,7 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
         published=published.BALANCE,
-        notes=("The parts alone are columns of the same vectors.", *published.NOTES),
+        notes=("The parts alone are columns of the same vectors.",),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-import published
 import table
 import torch
 from arms import Model, Row, Table, agg, cls
@@ -39,7 +38,7 @@ def make(scale: Scale) -> Table:
         rows=rows,
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
-        notes=("Folded vectors are those of the 768-dimensional model, encoded once.", *published.NOTES[:1]),
+        notes=("Folded vectors are those of the 768-dimensional model, encoded once.",),
     )
 
 

@@ -24,7 +24,7 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
         published=published.HARD_NEGATIVES,
-        notes=(f"Further training: {steps}, from each seed's own plain model.", *published.NOTES),
+        notes=(f"Further training: {steps}, from each seed's own plain model.",),
     )
 
 

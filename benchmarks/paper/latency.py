@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import published
 import table
 import torch
 from arms import Model, Table, agg, cls
@@ -37,7 +38,6 @@ def make(scale: Scale) -> Table:
         f"ms: percentiles of encoding one query; {where}.",
         "Bytes of a flat index: documents x dimensions x 4 or 2, all test collections of the scale together, and the "
         "8,841,823 passages of MS MARCO.",
-        "Published (the paper): 26 GB in 32 bits, 13 in 16, for 768 dimensions and MS MARCO.",
     )
     return Table(
         name="latency",
@@ -45,6 +45,7 @@ def make(scale: Scale) -> Table:
         rows=[],
         seeds=(0,),
         collections=[c.name for c in scale.collections],
+        published=published.LATENCY,
         notes=notes,
     )
 
@@ -67,7 +68,6 @@ def measured(runner: Runner, _: Table) -> list[dict[str, Any]]:
                 {
                     "name": f"{name}{' (GPU)' if device == 'cuda' else ''}",
                     "cells": {column: {"mean": value, "sd": None, "n": 1} for column, value in cells.items()},
-                    "published": {"MS MARCO float32 GB": 26.0, "MS MARCO float16 GB": 13.0},
                 }
             )
     return [{"title": "", "columns": list(rows[0]["cells"]), "rows": rows, "plot": "p50 ms"}]

@@ -22,7 +22,6 @@ def make(scale: Scale) -> Table:
     notes = (
         "AGG is 128 + 640 dimensions, CLS and mean pooling 768 (mean pooling the backbone's own width); the fusion's "
         "weight comes from the dev split of the training pairs.",
-        *published.NOTES,
     )
     return Table(
         name="main",

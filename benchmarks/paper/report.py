@@ -47,17 +47,14 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"Scale {result['scale']}, {result['status']}."
     for grid in result["grids"]:
         columns = grid["columns"]
-        published = [column for column in columns if any(column in row.get("published", {}) for row in grid["rows"])]
         yield ""
         if grid["title"]:
             yield f"{grid['title']}"
             yield ""
-        yield "| | " + " | ".join([*columns, *(f"{column}, published" for column in published)]) + " |"
-        yield "|---" * (1 + len(columns) + len(published)) + "|"
+        yield "| | " + " | ".join(columns) + " |"
+        yield "|---" * (1 + len(columns)) + "|"
         for row in grid["rows"]:
-            cells = [cell(row["cells"].get(column)) for column in columns]
-            cells += [_short(row.get("published", {}).get(column)) for column in published]
-            yield f"| {row['name']} | " + " | ".join(cells) + " |"
+            yield f"| {row['name']} | " + " | ".join(cell(row["cells"].get(column)) for column in columns) + " |"
     if result["findings"]:
         yield ""
         yield "| finding | difference | 95 % interval | p | p, Holm | |"

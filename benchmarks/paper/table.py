@@ -16,6 +16,7 @@ import numpy as np
 import report
 from arms import Table, distinct
 from judge import contrast, findings_of, judge
+from published import TITLE
 from runner import Runner
 from scales import SCALES, Scale
 from transformers.utils import logging as transformers_logging
@@ -31,8 +32,6 @@ More = Callable[[Runner, Table], list[dict[str, Any]]]  # further grids of a tab
 def main(make: Make, more: More | None = None, argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the script of one table."""
     args = parse(argv)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # a bar for each model that is loaded or saved
     scale = SCALES[args.scale]
     table = make(scale)
     if args.dry_run:
@@ -72,6 +71,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.results is None:
         args.results = args.work / "results" if args.scale == "smoke" else HERE / "results"
     args.results.mkdir(parents=True, exist_ok=True)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # a bar for each model that is loaded or saved
     return args
 
 
@@ -88,8 +89,10 @@ def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, An
             found[row.name].append(runner.figures(row, seed, names))
     grids = [] if not table.rows else [_grid(runner, table, found, names)]
     grids += [] if more is None else more(runner, table)
+    grids += _published(table)
     notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
     notes += _training_notes(runner, table)
+    notes += [] if table.published else ["The paper's figures of this table are not known here."]
     status = {"smoke": "random weights, means nothing", "mini": "measured in miniature", "full": "full size"}
     return {
         "table": table.name,
@@ -124,7 +127,7 @@ def _grid(runner: Runner, table: Table, found: dict[str, list[Any]], names: list
         if len(zero_shot) > 1:
             means = [statistics.fmean(statistics.fmean(f[name]["nDCG@10"]) for name in zero_shot) for f in seeds]
             cells[MEAN] = _summary(means)
-        entry: dict[str, Any] = {"name": row.name, "cells": cells, "published": dict(table.published.get(row.name, {}))}
+        entry: dict[str, Any] = {"name": row.name, "cells": cells}
         series, _, width = row.name.rpartition(", ")
         if width.isdigit():
             entry |= {"series": series, "width": int(width)}
@@ -134,6 +137,15 @@ def _grid(runner: Runner, table: Table, found: dict[str, list[Any]], names: list
     return {"title": title, "columns": labels, "rows": rows, "plot": labels[-1]}
 
 
+def _published(table: Table) -> list[dict[str, Any]]:
+    columns = list(dict.fromkeys(column for row in table.published.values() for column in row))
+    rows = [
+        {"name": name, "cells": {column: {"mean": value, "sd": None, "n": 1} for column, value in row.items()}}
+        for name, row in table.published.items()
+    ]
+    return [{"title": TITLE, "columns": columns, "rows": rows}] if rows else []
+
+
 def _summary(values: list[float]) -> dict[str, Any]:
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "sd": deviation, "n": len(values), "values": values}
@@ -141,7 +153,8 @@ def _summary(values: list[float]) -> dict[str, Any]:
 
 def _findings(runner: Runner, table: Table, found: dict[str, list[Any]]) -> list[dict[str, Any]]:
     scale = runner.scale
-    groups = {row.name: json.dumps(runner.identity(row.model), sort_keys=True) for row in table.rows}
+    # Further training goes on from the plain model of the same seed: their seeds are drawn together.
+    groups = {row.name: json.dumps(runner.identity(row.model.start), sort_keys=True) for row in table.rows}
     results = []
     for finding in findings_of(scale, table.name):
         if not finding["rows"].keys() <= groups.keys():

@@ -27,7 +27,6 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if c.domain != "in-domain"],
         published=published.ZERO_SHOT,
-        notes=published.NOTES,
     )
 
 
