@@ -1,0 +1,379 @@
+"""Trains, encodes and evaluates the arms of a table; what a file in the results or the working folder holds is not done
+again, for whichever table it was made.
+
+    results/runs-SCALE/HASH.json     of each trained model and seed: settings, dev curve, figures of each query
+    results/runs-SCALE/sweep-HASH.json   of each model: the rates and factors tried, and the one chosen
+    work/models, work/vectors        what can be made again; vectors of all views are one encoding
+
+The hash is of the model's settings, the scale's, and the content of pairs and backbone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import data as data_of
+import numpy as np
+from arms import BM25, Model, Row
+from fit import Fit, fit, load, set_length, untrained
+from scales import Collection, Scale
+
+from st_aggretriever.atomic import replacing
+from st_aggretriever.bm25 import search_bm25
+from st_aggretriever.encoding import Encoder, Source, encode_to_disk
+from st_aggretriever.evaluation.fuse import fuse_convex, tune_weight
+from st_aggretriever.evaluation.metrics import Run, evaluate_run
+from st_aggretriever.evaluation.qa import has_answer, hit_accuracy
+from st_aggretriever.mining import MiningSettings, mine
+from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
+from st_aggretriever.readers.dpr import read_passages, read_questions
+from st_aggretriever.readers.text import checksum
+from st_aggretriever.readers.training import open_training_data
+from st_aggretriever.retrieve import rankings_of
+from st_aggretriever.search import search
+from st_aggretriever.vectors import VectorFolder
+
+FINDINGS = Path(__file__).with_name("findings.json")
+DEPTH = 1000
+BATCH = 64
+BLOCK = 20_000
+WIDE_BLOCK = 2_000
+MINING_DEPTH = 200  # the paper's
+Figures = dict[str, dict[str, list[float]]]  # collection -> metric -> one figure a query
+
+
+class Runner:
+    """Makes the figures of rows.
+
+    Args:
+        scale: Settings.
+        data: Folder of collections and pairs; smoke scale makes its own.
+        models: Folder of backbones that are neither the package's nor on the Hub.
+        work: Folder for what can be made again.
+        results: Folder for what is kept.
+
+    Attributes:
+        done: What this runner has really done, ``"sweep"``, ``"train"``, ``"mine"``, ``"encode"`` -> how often.
+    """
+
+    def __init__(self, scale: Scale, data: Path | None, models: Path | None, work: Path, results: Path) -> None:
+        self.scale = scale
+        self.work = work.resolve()
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.models = models
+        self.runs = results / f"runs-{scale.name}"
+        self.runs.mkdir(parents=True, exist_ok=True)
+        self.prepared = data_of.prepare(scale, data, self.work)
+        self.done = {"sweep": 0, "train": 0, "mine": 0, "encode": 0}
+
+    @cached_property
+    def collections(self) -> dict[str, Collection]:
+        """Those whose folders are there; a missing one that isn't optional is an error."""
+        found = {}
+        for collection in self.scale.collections:
+            if (self.prepared / collection.folder).is_dir():
+                found[collection.name] = collection
+            elif not collection.optional:
+                raise FileNotFoundError(f"the collection {collection.folder} is not in {self.prepared}.")
+        return found
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a run is known by
+
+    def identity(self, model: Model) -> dict[str, Any]:
+        """All that the weights of a model depend on but the seed."""
+        names = ("batch_size", "negatives", "epochs", "max_steps", "eval_steps", "patience", "rates", "factors")
+        names += ("sweep_steps", "train_length", "further_batch_size", "further_negatives", "further_epochs")
+        names += ("further_steps", "settings", "dev_share", "test_share")
+        settings = {name: getattr(self.scale, name) for name in names} if model.trained else {}
+        return {
+            "model": asdict(model) | {"build": model.options},
+            "training": settings,
+            "search_length": self.scale.search_length,
+            "backbone": self._backbone_hash(model.backbone) if model.recipe != "bm25" else None,
+            "pairs": self._pairs_hash(model.source, model.fraction) if model.trained else None,
+        }
+
+    def run_id(self, model: Model, seed: int) -> str:
+        return _hash({**self.identity(model), "seed": seed})
+
+    @cache  # noqa: B019
+    def _backbone_hash(self, name: str) -> str:
+        folder = Path(self.backbone(name))
+        weights = next(iter(sorted(folder.glob("*.safetensors"))), None)
+        return folder.name if weights is None else checksum(weights)
+
+    @cache  # noqa: B019
+    def _pairs_hash(self, source: str, fraction: float) -> str:
+        return checksum(self.pairs(source, fraction))
+
+    def backbone(self, name: str) -> str:
+        return data_of.backbone_path(self.scale, name, self.models, self.work)
+
+    def pairs(self, source: str, fraction: float) -> Path:
+        return data_of.pairs_file(self.prepared, self.scale, source, fraction, self.work)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Training
+
+    def choose(self, model: Model) -> dict[str, Any]:
+        """The rate and factor of the model's best sweep run on the dev split, seed 0; without a choice the only ones.
+
+        First each factor at the first rate, then each other rate at the best factor; further training keeps the plain
+        model's factor. Of equal figures the earlier run is taken.
+        """
+        scale = self.scale
+        factors = (self.choose(model.start)["factor"],) if model.further else scale.factors
+        if len(factors) == len(scale.rates) == 1:
+            return {"rate": scale.rates[0], "factor": factors[0], "tried": []}
+        path = self.runs / f"sweep-{_hash(self.identity(model))}.json"
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        tried: list[dict[str, Any]] = []
+
+        def best() -> dict[str, Any]:
+            return max(tried, key=lambda record: max(figure for _, figure in record["dev_curve"]))
+
+        for factor in factors:
+            tried.append(self._sweep_run(model, scale.rates[0], factor))
+        for rate in scale.rates[1:]:
+            tried.append(self._sweep_run(model, rate, best()["factor"]))
+        chosen = {"rate": best()["rate"], "factor": best()["factor"], "model": self.identity(model)["model"]}
+        chosen["tried"] = [{name: run[name] for name in ("rate", "factor", "dev_curve", "seconds")} for run in tried]
+        _write(path, chosen)
+        shutil.rmtree(self.work / "sweeps" / path.stem, ignore_errors=True)
+        return chosen
+
+    def _sweep_run(self, model: Model, rate: float, factor: float) -> dict[str, Any]:
+        folder = self.work / "sweeps" / f"sweep-{_hash(self.identity(model))}" / f"{rate:g}-{factor:g}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self.say(f"sweep: rate {rate:g}, factor {factor:g}: {model.kind}")
+        self.done["sweep"] += not (folder / "fit.json").exists()
+        return fit(self.scale, self._fit(model, 0, rate, factor, self.scale.sweep_steps), folder)
+
+    def _fit(self, model: Model, seed: int, rate: float, factor: float, steps: int) -> Fit:
+        path, pairs = self.backbone(model.backbone), self.pairs(model.source, model.fraction)
+        if model.further:
+            path = str(self.trained(model.start, seed))
+            pairs = self.mined(model.start, seed) if model.further == "hard" else pairs
+        dev = self.prepared / f"dev-{model.source}" if self.scale.patience else None
+        return Fit(model=model, path=path, pairs=pairs, dev=dev, rate=rate, factor=factor, seed=seed, steps=steps)
+
+    def trained(self, model: Model, seed: int) -> Path:
+        """The folder of the trained model."""
+        folder = self.work / "models" / self.run_id(model, seed)
+        if (folder / "fit.json").exists():
+            return folder
+        chosen = self.choose(model)
+        folder.parent.mkdir(exist_ok=True)
+        self.say(f"train: seed {seed}: {model.kind}, {model.source} x {model.fraction:g}")
+        steps = self.scale.further_steps if model.further else self.scale.max_steps
+        record = fit(self.scale, self._fit(model, seed, chosen["rate"], chosen["factor"], steps), folder)
+        self.done["train"] += 1
+        self._keep(model, seed, {"training": record})
+        return folder
+
+    def mined(self, model: Model, seed: int) -> Path:
+        """Pairs with the negatives that a trained model ranks highest among the passages of all pairs."""
+        path = self.work / "mined" / f"{self.run_id(model, seed)}.jsonl"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            self.done["mine"] += 1
+            pairs = open_training_data([str(self.pairs(model.source, model.fraction))])
+            settings = MiningSettings(depth=MINING_DEPTH, negatives=self.scale.further_negatives, drop_short=True)
+            loaded = load(model, self.trained(model, seed))
+            mine(loaded, pairs, path, settings=settings, model_name="plain", batch_size=BATCH)
+        return path
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Figures
+
+    def figures(self, row: Row, seed: int, names: list[str]) -> Figures:
+        """One figure a query, by collection and metric, of the named collections that are there."""
+        seed = seed if row.model.recipe != "bm25" else 0
+        record = self.record(row.model, seed)
+        found = record.get("figures", {}).get(row.view, {})
+        weight = record.get("weights", {}).get(row.view)
+        for name in names:
+            collection = self.collections.get(name)
+            if collection is None or name in found:
+                continue
+            if row.fused and weight is None:
+                weight = self._fusion_weight(row, seed)
+                self._keep(row.model, seed, {"weights": {row.view: weight}})
+            ranked = self._ranked(row, seed, collection)
+            if row.fused:
+                assert weight is not None
+                ranked = fuse_convex([ranked, self._bm25(collection)], weight, top_k=DEPTH)
+            found[name] = self._scores(collection, ranked)
+            self._keep(row.model, seed, {"figures": {row.view: {name: found[name]}}})
+        return {name: found[name] for name in names if name in found}
+
+    def record(self, model: Model, seed: int) -> dict[str, Any]:
+        """What is kept of a run, empty before its first figure."""
+        path = self.runs / f"{self.run_id(model, seed)}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def _keep(self, model: Model, seed: int, new: dict[str, Any]) -> None:
+        path = self.runs / f"{self.run_id(model, seed)}.json"
+        before = self.record(model, seed) or {
+            "seed": seed,
+            **self.identity(model),
+            "findings_sha256": checksum(FINDINGS),
+        }
+        _write(path, _merged(before, new))
+
+    def _scores(self, collection: Collection, ranked: Run) -> dict[str, list[float]]:
+        if collection.questions:
+            return self._hits(collection, ranked)
+        qrels = self._judged(collection)[1]
+        # Queries and documents are numbered apart in these collections, so that equal ids mean nothing.
+        per_query = evaluate_run(qrels, ranked, top_k=DEPTH, drop_identical_ids=False)
+        return {metric: [round(row[metric], 5) for row in per_query.values()] for metric in collection.metrics}
+
+    def _hits(self, collection: Collection, ranked: Run) -> dict[str, list[float]]:
+        questions = self._questions(collection)
+        wanted = {key for hits in ranked.values() for key in list(hits)[:100]}
+        passages = read_passages(self.prepared / collection.folder / "passages.tsv")
+        texts = {passage.id: passage.text for passage in passages if passage.id in wanted}
+        match = "regex" if collection.name == "CuratedTREC" else "string"
+        found: dict[str, list[float]] = {metric: [] for metric in collection.metrics}
+        for key, question in questions.items():
+            places = enumerate(list(ranked.get(key, {}))[:100], start=1)
+            place = next((n for n, hit in places if has_answer(texts[hit], question.answers, match)), None)
+            for metric, value in hit_accuracy([place]).items():
+                found[metric].append(value)
+        return found
+
+    def _fusion_weight(self, row: Row, seed: int) -> float:
+        dev = self.scale.dev
+        ranked = [self._ranked(row, seed, dev), self._bm25(dev)]
+        return tune_weight(ranked, self._judged(dev)[1])[0]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Rankings
+
+    @cache  # noqa: B019
+    def _judged(self, collection: Collection) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+        """Texts and judgements of the judged queries."""
+        folder = self.prepared / collection.folder
+        if collection.questions:
+            return {key: question.text for key, question in self._questions(collection).items()}, {}
+        texts = read_queries(folder)
+        qrels = read_qrels(folder, collection.split, texts)
+        return {key: texts[key] for key in qrels}, qrels
+
+    @cache  # noqa: B019
+    def _questions(self, collection: Collection) -> dict[str, Any]:
+        return read_questions(self.prepared / collection.questions)
+
+    def _corpus(self, collection: Collection) -> Callable[[], Iterator[tuple[str, str]]]:
+        folder = self.prepared / collection.folder
+        if collection.questions:
+            return lambda: ((passage.id, passage.document) for passage in read_passages(folder / "passages.tsv"))
+        return lambda: read_corpus(folder)
+
+    @cache  # noqa: B019
+    def _bm25(self, collection: Collection) -> Run:
+        queries = self._judged(collection)[0]
+        return rankings_of(list(queries), search_bm25(queries, self._corpus(collection)(), DEPTH))
+
+    def _ranked(self, row: Row, seed: int, collection: Collection) -> Run:
+        if row.model.recipe == BM25.recipe:
+            return self._bm25(collection)
+        queries = self._judged(collection)[0]
+        if row.model.is_wide:
+            return self._ranked_while_encoded(row.model, seed, collection, queries)
+        texts = self._vectors(row.model, seed, collection, "query", row.fold)
+        documents = self._vectors(row.model, seed, collection, "document", row.fold)
+        columns = _columns(documents, row.part)
+        ids, vectors = texts.load()
+        blocks = ((keys, np.ascontiguousarray(block[:, columns])) for keys, block in documents.blocks())
+        hits = search(np.ascontiguousarray(vectors[:, columns]), blocks, DEPTH)
+        return rankings_of(ids, hits)
+
+    def _ranked_while_encoded(self, model: Model, seed: int, collection: Collection, queries: dict[str, str]) -> Run:
+        """For vectors as wide as the vocabulary: exact search of each block when it is made, and nothing stored."""
+        self.done["encode"] += 1
+        encoder = Encoder(self._model(model, seed), BATCH)
+        vectors = encoder.queries(queries)
+        corpus = list(self._corpus(collection)()) if self.scale.name != "full" else self._corpus(collection)()
+        hits = search(vectors, encoder.blocks(corpus, collection.documents, WIDE_BLOCK), DEPTH)
+        return rankings_of(list(queries), hits)
+
+    def _vectors(
+        self, model: Model, seed: int, collection: Collection, side: str, fold: int | None = None
+    ) -> VectorFolder:
+        """Encoded once, whatever is folded or cut of it; documents once for all splits of a folder."""
+        place = collection.folder.replace("/", "-").replace(" ", "-")
+        if side == "query":
+            place += f"-{collection.name.replace('/', '-').replace(' ', '-')}-queries"
+        folder = self.work / "vectors" / self.run_id(model, seed) / place
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.done["encode"] += 1
+            stream = self._corpus(collection) if side == "document" else self._judged(collection)[0].items
+            encode_to_disk(
+                self._model(model, seed),
+                Source(collection.folder, stream),
+                folder,
+                side=side,
+                batch_size=BATCH,
+                block_size=BLOCK,
+                model_name=self.run_id(model, seed),
+            )
+        return VectorFolder(folder, lexical_dim=fold)
+
+    def _model(self, model: Model, seed: int) -> Any:
+        """The model as it encodes; one at a time stays in memory."""
+        key = self.run_id(model, seed)
+        if getattr(self, "_loaded", ("", None))[0] != key:
+            if model.trained:
+                loaded = load(model, self.trained(model, seed))
+            else:
+                loaded = untrained(model, self.backbone(model.backbone), self.scale, seed)
+            set_length(loaded, self.scale.search_length)
+            self._loaded = (key, loaded)
+        return self._loaded[1]
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _columns(folder: VectorFolder, part: str) -> slice:
+    """The columns of a part of the vectors."""
+    start = 0
+    for name, width in folder.manifest["parts"]:
+        if name == f"{part}_embedding":
+            return slice(start, start + width)
+        start += width
+    if part != "all":
+        names = ", ".join(name for name, _ in folder.manifest["parts"])
+        raise ValueError(f"{folder.folder} has no part {part!r}, only {names}.")
+    return slice(0, start)
+
+
+def _hash(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _merged(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """``before`` with what ``new`` adds at any depth."""
+    result = dict(before)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(content) + "\n")

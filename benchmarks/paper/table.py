@@ -1,0 +1,216 @@
+"""From rows to a table: figures of every seed, means, findings, and the command line that all scripts share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import estimate
+import numpy as np
+import report
+from arms import Table, distinct
+from judge import contrast, findings_of, judge
+from published import TITLE
+from runner import Runner
+from scales import SCALES, Scale
+from transformers.utils import logging as transformers_logging
+
+from st_aggretriever.versions import versions
+
+HERE = Path(__file__).parent
+MEAN = "mean"
+Make = Callable[[Scale], Table]
+More = Callable[[Runner, Table], list[dict[str, Any]]]  # further grids of a table
+
+
+def main(make: Make, more: More | None = None, argv: list[str] | None = None) -> dict[str, Any] | None:
+    """Run the script of one table."""
+    args = parse(argv)
+    scale = SCALES[args.scale]
+    table = make(scale)
+    if args.dry_run:
+        print("\n".join(estimate.dry_run(scale, [table], args.results)))
+        return None
+    try:
+        runner = Runner(scale, args.data, args.models, args.work, args.results)
+        if args.measure:
+            estimate.measure(runner, table, args.results)
+            return None
+        print("\n".join(estimate.dry_run(scale, [table], args.results, details=False)), flush=True)
+        result = fill(runner, table, more)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{table.name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on from {args.results} and {args.work}", file=sys.stderr)
+        raise SystemExit(130) from None
+    refresh(scale, args.results, result)
+    print((args.results / f"{table.name}-{scale.name}.md").read_text(encoding="utf-8"))
+    return result
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="One of the paper's tables; see benchmarks/paper/README.md.")
+    parser.add_argument("--scale", choices=list(SCALES), default="smoke", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list trainings and evaluations with their estimated cost"
+    )
+    parser.add_argument("--measure", action="store_true", help="time a step and an encoding of each model, for that")
+    parser.add_argument("--data", type=Path, help="folder of test collections in BEIR's layout and of pairs/")
+    parser.add_argument("--models", type=Path, help="folder of backbones")
+    parser.add_argument("--work", type=Path, help="models and vectors (default: runs/paper/SCALE)")
+    parser.add_argument("--results", type=Path, help="figures (default: results beside the script; smoke: in --work)")
+    args = parser.parse_args(argv)
+    args.work = args.work or Path("runs/paper") / args.scale
+    if args.results is None:
+        args.results = args.work / "results" if args.scale == "smoke" else HERE / "results"
+    args.results.mkdir(parents=True, exist_ok=True)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # a bar for each model that is loaded or saved
+    return args
+
+
+def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, Any]:
+    """Make all figures of a table."""
+    started = time.process_time()
+    names = [name for name in table.collections if name in runner.collections]
+    found: dict[str, list[Any]] = {row.name: [] for row in table.rows}
+    # Seed by seed, so that an interruption leaves whole comparisons; a model's rows share its encoding.
+    for seed in table.seeds:
+        for row in sorted(table.rows, key=lambda row: row.fused):
+            if row.model.recipe == "bm25" and seed != table.seeds[0] and not row.fused:
+                continue
+            found[row.name].append(runner.figures(row, seed, names))
+    grids = [] if not table.rows else [_grid(runner, table, found, names)]
+    grids += [] if more is None else more(runner, table)
+    grids += _published(table)
+    notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
+    notes += _training_notes(runner, table)
+    notes += [] if table.published else ["The paper's figures of this table are not known here."]
+    status = {"smoke": "random weights, means nothing", "mini": "measured in miniature", "full": "full size"}
+    return {
+        "table": table.name,
+        "scale": runner.scale.name,
+        "title": table.title,
+        "status": status[runner.scale.name],
+        "seeds": list(table.seeds),
+        "grids": grids,
+        "findings": _findings(runner, table, found),
+        "training": _curves(runner, table),
+        "notes": notes,
+        "cpu_seconds": round(time.process_time() - started, 1),
+        "versions": versions(),
+    }
+
+
+def _grid(runner: Runner, table: Table, found: dict[str, list[Any]], names: list[str]) -> dict[str, Any]:
+    columns = [
+        (name, metric, f"{name} {metric}")
+        for name in names
+        for metric in runner.collections[name].metrics
+        if found[table.rows[0].name][0].get(name)
+    ]
+    zero_shot = [name for name in runner.scale.names("zero-shot") if name in names]
+    rows = []
+    for row in table.rows:
+        seeds = found[row.name]
+        cells = {
+            label: _summary([statistics.fmean(figures[name][metric]) for figures in seeds])
+            for name, metric, label in columns
+        }
+        if len(zero_shot) > 1:
+            means = [statistics.fmean(statistics.fmean(f[name]["nDCG@10"]) for name in zero_shot) for f in seeds]
+            cells[MEAN] = _summary(means)
+        entry: dict[str, Any] = {"name": row.name, "cells": cells}
+        series, _, width = row.name.rpartition(", ")
+        if width.isdigit():
+            entry |= {"series": series, "width": int(width)}
+        rows.append(entry)
+    labels = [label for _, _, label in columns] + ([MEAN] if len(zero_shot) > 1 else [])
+    title = f"{MEAN}: nDCG@10 over {', '.join(zero_shot)}." if len(zero_shot) > 1 else ""
+    return {"title": title, "columns": labels, "rows": rows, "plot": labels[-1]}
+
+
+def _published(table: Table) -> list[dict[str, Any]]:
+    columns = list(dict.fromkeys(column for row in table.published.values() for column in row))
+    rows = [
+        {"name": name, "cells": {column: {"mean": value, "sd": None, "n": 1} for column, value in row.items()}}
+        for name, row in table.published.items()
+    ]
+    return [{"title": TITLE, "columns": columns, "rows": rows}] if rows else []
+
+
+def _summary(values: list[float]) -> dict[str, Any]:
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "sd": deviation, "n": len(values), "values": values}
+
+
+def _findings(runner: Runner, table: Table, found: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    scale = runner.scale
+    # Further training goes on from the plain model of the same seed: their seeds are drawn together.
+    groups = {row.name: json.dumps(runner.identity(row.model.start), sort_keys=True) for row in table.rows}
+    results = []
+    for finding in findings_of(scale, table.name):
+        if not finding["rows"].keys() <= groups.keys():
+            if scale.name == "smoke":
+                continue  # It has other sources and fractions.
+            raise ValueError(f"findings.json: {finding['id']} names rows that the table {table.name} lacks.")
+        names = [name for name in scale.names(finding["collections"]) if name in runner.collections]
+        figures = {
+            row: {name: np.array([seed[name][finding["metric"]] for seed in found[row]], dtype=float) for name in names}
+            for row in finding["rows"]
+        }
+        results.append({**finding, **contrast(finding, figures, groups, resamples=scale.resamples)})
+    return results
+
+
+def refresh(scale: Scale, results: Path, new: dict[str, Any] | None = None) -> None:
+    """Write a new table, and give every finding its verdict, by Holm's correction over the family, in all tables."""
+    tables = {
+        path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"*-{scale.name}.json"))
+    }
+    found = {table["table"]: table for table in tables.values() if "findings" in table}
+    if new is not None:
+        found[new["table"]] = new
+    judged = {finding["id"]: finding for table in found.values() for finding in table["findings"]}
+    verdicts = judge(judged, [finding["id"] for finding in findings_of(scale)])
+    for table in found.values():
+        for finding in table["findings"]:
+            finding |= verdicts[finding["id"]]
+        report.write(table, results)
+    report.write_summary(scale.name, findings_of(scale), judged, results)
+
+
+def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
+    """Of each trained model and seed what its training was: rate, factor, steps, dev curve."""
+    kept = []
+    for model in distinct([row.model for row in table.rows if row.model.trained]):
+        for seed in table.seeds:
+            record = runner.record(model, seed).get("training", {})
+            names = ("rate", "factor", "steps", "best_step", "seconds", "flat", "dev_curve")
+            kept.append({"model": model.kind, "source": model.source, "fraction": model.fraction, "seed": seed})
+            kept[-1] |= {name: record.get(name) for name in names}
+    return kept
+
+
+def _training_notes(runner: Runner, table: Table) -> list[str]:
+    curves = _curves(runner, table)
+    notes = []
+    rising = [f"{run['model']} (seed {run['seed']})" for run in curves if run["flat"] is False]
+    if rising:
+        notes.append(f"The dev figure was not flat yet at the last step: {len(rising)} of {len(curves)} runs.")
+    changed = {
+        record.get("findings_sha256")
+        for row in table.rows
+        for seed in table.seeds
+        if (record := runner.record(row.model, seed))
+    }
+    if len(changed) > 1:
+        notes.append("findings.json was changed between the runs of this table.")
+    return notes

@@ -1,0 +1,262 @@
+"""benchmarks/paper: tables resume, share encodings, print their JSON, and judge findings as they say."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from st_aggretriever.fold import fold_lexical
+
+PAPER = Path(__file__).parent.parent / "benchmarks" / "paper"
+
+
+@pytest.fixture(scope="module")
+def paper() -> Iterator[SimpleNamespace]:
+    """The modules of the folder, which import each other by their bare names."""
+    import importlib
+
+    names = [path.stem for path in PAPER.glob("*.py")]
+    sys.path.insert(0, str(PAPER))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(PAPER))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def small(paper: SimpleNamespace) -> Any:
+    """A table of two trained models, seen in several ways, and BM25."""
+    agg, cls, Row = paper.arms.agg, paper.arms.cls, paper.arms.Row
+    model = agg(cls_dim=8, lexical_dim=16)
+    rows = [
+        Row(name="BM25", model=paper.arms.BM25),
+        Row(name="random: AGG", model=model),
+        Row(name="lexical part", model=model, part="lexical"),
+        Row(name="folded", model=model, fold=8),
+        Row(name="fused", model=model, fused=True),
+        Row(name="random: CLS", model=cls(width=8)),
+    ]
+    names = [collection.name for collection in paper.scales.SMOKE.collections]
+    return paper.arms.Table(name="main", title="Small", rows=rows, seeds=(0,), collections=names)
+
+
+@pytest.fixture(scope="module")
+def scale(paper: SimpleNamespace) -> Any:
+    return dataclasses.replace(paper.scales.SMOKE, max_steps=1)
+
+
+@pytest.fixture(scope="module")
+def twice(paper: SimpleNamespace, small: Any, scale: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A table that was interrupted in its second training, and what came of it then; and once more when it was done."""
+    home = tmp_path_factory.mktemp("paper")
+
+    def runner() -> Any:
+        return paper.runner.Runner(scale, None, None, home / "work", home / "results")
+
+    (home / "results").mkdir()
+    original, calls = paper.fit.train, []
+
+    def train(config: Any) -> Any:
+        calls.append(config.output)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper.fit, "train", train)
+        with pytest.raises(KeyboardInterrupt):
+            paper.table.fill(runner(), small)
+        resumed, again = runner(), runner()
+        result = paper.table.fill(resumed, small)
+        repeated = paper.table.fill(again, small)
+    paper.table.refresh(scale, home / "results", result)
+    return SimpleNamespace(home=home, calls=calls, resumed=resumed, again=again, result=result, repeated=repeated)
+
+
+def test_a_table_that_was_interrupted_trains_nothing_again(twice: Any) -> None:
+    first, second, third = twice.calls
+    assert second == third != first
+    assert twice.resumed.done["train"] == 1
+    assert twice.again.done == {"sweep": 0, "train": 0, "mine": 0, "encode": 0}
+    assert twice.result["grids"] == twice.repeated["grids"]
+
+
+def test_rows_of_one_model_share_its_encoding(twice: Any, small: Any) -> None:
+    # Of each model documents and queries of three collections; for the fused row also those of the dev split.
+    assert len(list((twice.home / "work" / "vectors").glob("*/*"))) == 2 * 2 * 3 + 2
+    runner, collection = twice.again, twice.again.collections["first"]
+    model = small.rows[1].model
+    (queries, left), (documents, right) = (
+        runner._vectors(model, 0, collection, side).load() for side in ("query", "document")
+    )
+    folded = [np.concatenate([part[:, :8], fold_lexical(torch.tensor(part[:, 8:]), 8)], 1) for part in (left, right)]
+    expected = {
+        "random: AGG": left @ right.T,
+        "lexical part": left[:, 8:] @ right[:, 8:].T,
+        "folded": folded[0] @ folded[1].T,
+    }
+    for row in small.rows[1:4]:
+        ranked = runner._ranked(row, 0, collection)
+        scores = [[ranked[query][document] for document in documents] for query in queries]
+        np.testing.assert_allclose(scores, expected[row.name], rtol=1e-4, atol=1e-9)
+    assert runner.done["encode"] == 0
+
+
+def test_every_number_of_a_table_is_its_json(paper: SimpleNamespace, twice: Any) -> None:
+    results = [twice.home / "results", PAPER / "results"]
+    tables = [path for folder in results for path in sorted(folder.glob("*-*.json")) if "costs-" not in path.name]
+    assert tables
+    for path in tables:
+        result, text = json.loads(path.read_text()), path.with_suffix(".md").read_text()
+        assert text == paper.report.markdown(result)
+        printed: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            if line.startswith("| "):
+                name, *cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+                printed.setdefault(name, cells)
+        for row in result["grids"][0]["rows"]:
+            means = [row["cells"][column]["mean"] for column in result["grids"][0]["columns"] if column in row["cells"]]
+            shown = [float(cell.split(" +- ")[0]) for cell in printed[row["name"]] if cell.strip()]
+            assert shown[: len(means)] == pytest.approx(means, abs=6e-4)
+
+
+def test_means_come_from_the_figures_of_each_query(paper: SimpleNamespace, twice: Any, small: Any) -> None:
+    row = small.rows[1]
+    figures = twice.again.record(row.model, 0)["figures"][row.view]
+    by_collection = [np.mean(figures[name]["nDCG@10"]) for name in ("first", "second")]
+    cells = twice.result["grids"][0]["rows"][1]["cells"]
+    assert cells["first nDCG@10"]["mean"] == pytest.approx(by_collection[0])
+    assert cells["mean"]["mean"] == pytest.approx(np.mean(by_collection))
+
+
+def test_dev_and_test_passages_are_in_no_training_pair(paper: SimpleNamespace, twice: Any) -> None:
+    prepared = twice.again.prepared
+    train = {json.loads(line)["passage"] for line in (prepared / "train-all.jsonl").open()}
+    for name in ("dev-all", paper.scales.IN_DOMAIN):
+        held_out = {json.loads(line)["text"] for line in (prepared / name / "corpus.jsonl").open()}
+        assert held_out
+        assert not held_out & train
+    counts = json.loads((prepared / "counts.json").read_text())
+    for name in ("dev-all", "dev-one", "dev-two", paper.scales.IN_DOMAIN):
+        split = "test" if name == paper.scales.IN_DOMAIN else "dev"
+        judged = {line.split("\t")[0] for line in (prepared / name / "qrels" / f"{split}.tsv").open()} - {"query-id"}
+        queries = sum(1 for _ in (prepared / name / "queries.jsonl").open())
+        assert len(judged) == queries - counts["left out as seen"][name] > 0
+    half = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.5, twice.again.work).read_text().splitlines()
+    quarter = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.25, twice.again.work).read_text().splitlines()
+    assert set(quarter) < set(half) < set((prepared / "train-all.jsonl").read_text().splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings
+
+
+def figures_of(*rows: Any) -> dict[str, dict[str, np.ndarray]]:
+    return {f"row {number}": {name: np.array(v, float) for name, v in row.items()} for number, row in enumerate(rows)}
+
+
+def test_collections_weigh_the_same_whatever_their_queries(paper: SimpleNamespace) -> None:
+    figures = figures_of({"a": [[1.0] * 9], "b": [[0.0]]}, {"a": [[0.0] * 9], "b": [[0.0]]})
+    finding = {"rows": {"row 0": 1, "row 1": -1}}
+    result = paper.judge.contrast(finding, figures, {"row 0": "x", "row 1": "y"}, resamples=50)
+    assert result["difference"] == 0.5
+    assert result["interval"] == pytest.approx([0.5, 0.5])
+
+
+def test_the_spread_of_few_seeds_is_enlarged(paper: SimpleNamespace) -> None:
+    figures = figures_of({"a": [[0.0], [1.0]]})
+    rng = np.random.default_rng(0)
+    values = paper.judge._resampled({"row 0": 1}, figures, {"row 0": "x"}, 400, rng)
+    # Two seeds are drawn as 0 0, 0 1 or 1 1; around the mean of .5 that is 0 or half of the square root of 2.
+    assert set(np.round(values, 6)) == {round(0.5 - 2**-0.5, 6), 0.5, round(0.5 + 2**-0.5, 6)}
+    assert np.mean(values == 0.5) == pytest.approx(0.5, abs=0.1)
+
+
+def test_rows_of_one_model_are_resampled_together(paper: SimpleNamespace) -> None:
+    figures = figures_of({"a": [[0.0, 0.5], [1.0, 0.5]]}, {"a": [[0.0, 0.5], [1.0, 0.5]]})
+    finding = {"rows": {"row 0": 1, "row 1": -1}}
+    together = paper.judge.contrast(finding, figures, {"row 0": "x", "row 1": "x"}, resamples=50)
+    apart = paper.judge.contrast(finding, figures, {"row 0": "x", "row 1": "y"}, resamples=50)
+    assert together["interval"] == [0.0, 0.0]
+    assert apart["interval"][0] < 0 < apart["interval"][1]
+
+
+def test_verdicts_follow_sign_margin_and_the_whole_family(paper: SimpleNamespace) -> None:
+    def result(difference: float, p: float, margin: float = 0.0) -> dict[str, float]:
+        return {"difference": difference, "p": p, "margin": margin}
+
+    results = {
+        "a": result(0.1, 0.001),
+        "b": result(-0.1, 0.001),
+        "c": result(0.1, 0.02),
+        "d": result(-0.01, 0.001, 0.02),
+    }
+    few = paper.judge.judge(results, [*results])
+    assert [few[key]["verdict"] for key in "abcd"] == ["holds", "contradicted", "holds", "holds"]
+    many = paper.judge.judge(results, [*results, *(f"open {n}" for n in range(10))])
+    assert many["a"]["p_holm"] == pytest.approx(0.014)  # 14 findings, of which 10 have no result yet
+    assert many["c"]["verdict"] == "not resolved"
+
+
+def test_findings_name_rows_that_their_tables_have(paper: SimpleNamespace) -> None:
+    made = {module.make(paper.scales.MINI).name: module.make(paper.scales.MINI) for module in paper.every.TABLES}
+    findings = paper.judge.findings_of(paper.scales.MINI)
+    assert len({finding["id"] for finding in findings}) == len(findings)
+    for finding in findings:
+        assert finding["rows"].keys() <= {row.name for row in made[finding["table"]].rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Estimates, and section 3.2
+
+
+def test_a_dry_run_lists_every_training_and_evaluation(
+    paper: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paper.every.run(
+        ["--scale", "full", "--dry-run", "--work", str(tmp_path / "work"), "--results", str(tmp_path / "r")]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    models = {row.model for module in paper.every.TABLES for row in module.make(paper.scales.FULL).rows} - {
+        paper.arms.BM25
+    }
+    trained = [line for line in lines if re.match(r"train +\d+ x ", line)]
+    assert len(trained) == len({model for model in models if model.trained})
+    assert len([line for line in lines if re.match(r"encode +\d+ x ", line)]) == len(models)
+    assert all(re.search(r"\d GPU h +\d+\.\d\d GB$", line) for line in trained)
+    assert not (tmp_path / "work").exists()
+
+
+def test_winners_are_the_terms_behind_a_slice(paper: SimpleNamespace) -> None:
+    weights = torch.tensor([[0.1, 0.2, 0.0, 0.9, 0.8, 0.3, 0.7]])
+    # agg+ at 2: even ids, odd ids. agg* at 2: ids mod 4 in {0, 1}, in {2, 3}.
+    assert paper.dimensions.winners(weights, 2, "positive").tolist() == [[4, 3]]
+    assert paper.dimensions.winners(weights, 2, "signed").tolist() == [[4, 3]]
+    assert paper.dimensions.winners(weights[:, :4], 1, "signed").tolist() == [[3]]
+
+
+def test_slices_of_one_term_lose_nothing_and_shared_ones_misalign(paper: SimpleNamespace) -> None:
+    queries = torch.tensor([[0.1, 0.9, 0.0, 0.3]])
+    documents = torch.tensor([[0.5, 0.2, 0.1, 0.0], [0.0, 0.7, 0.3, 0.2]])
+    exact = paper.dimensions.compared(queries, documents, 4, "positive")
+    assert exact == {
+        "relative error": 0,
+        "rank correlation": pytest.approx(1),
+        "misaligned products": 0,
+        "misaligned, by magnitude": 0,
+    }
+    # agg+ at 2: the query's terms 0 and 1; the documents' 0 and 1, 2 and 1: one of four products is misaligned, and of
+    # the magnitudes .05 + .18 + .03 + .63 it is .03.
+    folded = paper.dimensions.compared(queries, documents, 2, "positive")
+    assert folded["misaligned products"] == pytest.approx(0.25)
+    assert folded["misaligned, by magnitude"] == pytest.approx(0.03 / 0.89)
