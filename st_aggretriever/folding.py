@@ -149,9 +149,9 @@ def fold_embeddings(
         (C + D',) or (n, C + D'), of the kind and dtype of ``vectors``; with ``ranges`` float32.
 
     Raises:
-        ValueError: D' doesn't divide D; random slices, or none; ``remainder="drop"`` that drops other ids at D'; a
-            model with ``term_weight="identity"`` (the published checkpoints), for which folding is exact only while
-            every text has a positive weight, which its vectors don't show; another dtype.
+        ValueError: An argument of a wrong kind; D' doesn't divide D; random slices, or none; ``remainder="drop"`` that
+            drops other ids at D'; a model with ``term_weight="identity"`` (the published checkpoints), for which
+            folding is exact only while every text has a positive weight, which its vectors don't show; another dtype.
 
     Example:
         >>> fold_embeddings(np.array([[9.0, 0.5, -0.1, -0.7, 0.1]]), 2, cls_dim=1).tolist()
@@ -161,6 +161,13 @@ def fold_embeddings(
         raise ValueError(
             f"fold_embeddings: vectors must be a numpy array or a tensor (n, dim), got {type(vectors).__name__}."
         )
+    for name, value in (("lexical_dim", lexical_dim), ("cls_dim", 0 if cls_dim is None else cls_dim)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise ValueError(f"fold_embeddings: {name} must be a whole number, got {value!r}.")
+    if signed is not None and not isinstance(signed, bool | np.bool_):
+        raise ValueError(f"fold_embeddings: signed must be True or False, got {signed!r}.")
+    if ranges is not None and not (np.asarray(ranges).dtype.kind in "fiu" and np.isfinite(ranges).all()):
+        raise ValueError("fold_embeddings: ranges must be finite numbers (2, dim), those of quantize_embeddings.")
     part = _given_part(int(vectors.shape[-1]), model, cls_dim, signed)
     part.check(lexical_dim)
     if model is not None and part.depends_on_texts:
@@ -196,7 +203,7 @@ def _given_part(dim: int, model: Any, cls_dim: int | None, signed: bool | None) 
         raise ValueError(
             f"fold_embeddings: cls_dim must be at least 0 and below the vectors' {dim} dimensions, got {start}."
         )
-    return LexicalPart(start, dim - start, "positive" if signed is False else "signed")
+    return LexicalPart(start, dim - start, "signed" if signed is None or signed else "positive")
 
 
 def fold_part(

@@ -290,20 +290,35 @@ def load_aggretriever(
             "masked language model call build_aggretriever."
         )
     entries = _read_json(modules_file)
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str)
+        for entry in entries
+    ):
+        raise ValueError(
+            f"load_aggretriever: {modules_file} holds no list of modules with 'type' and 'path'. Fetch the file again."
+        )
     loaded: list[nn.Module] = []
     for entry in entries:
-        loaded.append(
-            _module_class(entry["type"], path).load(
-                path,
-                subfolder=entry["path"],
-                **where,
-                trust_remote_code=False,
-                model_kwargs=model_kwargs,
-                processor_kwargs=processor_kwargs,
-                config_kwargs=config_kwargs,
-                backend="torch",
+        kind = _module_class(entry["type"], path)
+        try:
+            loaded.append(
+                kind.load(
+                    path,
+                    subfolder=entry["path"],
+                    **where,
+                    trust_remote_code=False,
+                    model_kwargs=model_kwargs,
+                    processor_kwargs=processor_kwargs,
+                    config_kwargs=config_kwargs,
+                    backend="torch",
+                )
             )
-        )
+        except (TypeError, AttributeError, KeyError, json.JSONDecodeError) as error:  # what a wrong value leads to
+            name = f"{path}/{entry['path']}/config.json" if entry["path"] else f"the encoder's configuration in {path}"
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"load_aggretriever: {name} holds a value of a wrong kind ({reason}). Fetch the model again."
+            ) from error
     if quantize is not None:
         _set_quantize(loaded, quantize, path)
     config_file = load_file_path(path, "config_sentence_transformers.json", **where)

@@ -64,7 +64,7 @@ def search(
 
     Raises:
         ValueError: top_k below 1; vectors of another dtype, rank or dimension, or not finite (named by id); an id that
-            occurs twice in a block or in a result; products beyond float32.
+            occurs twice in a block or in a result; products beyond float32; a device that isn't there.
         ImportError: ``backend="faiss"`` without a working Faiss.
 
     Example:
@@ -79,6 +79,7 @@ def search(
     if not len(queries):
         return best
     library, device = pick_backend(backend, device)
+    check_device(library, device)
     knn = _knn(library, device)
     for ids, vectors in blocks:
         if not len(ids) and not len(vectors):
@@ -117,7 +118,7 @@ def pick_backend(backend: str = "auto", device: str | None = None) -> tuple[str,
     if backend != "torch":
         faiss, error = _faiss()
         gpus = faiss.get_num_gpus() if faiss and hasattr(faiss, "knn_gpu") else 0
-        if faiss and (gpus or not cuda):
+        if faiss and (device in (None, "cpu") or (cuda and gpus)):
             if device is None:
                 return "faiss", "cuda" if gpus else "cpu"
             return "faiss", device if cuda else "cpu"
@@ -135,6 +136,30 @@ def pick_backend(backend: str = "auto", device: str | None = None) -> tuple[str,
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return "torch", device
+
+
+def check_device(library: str, device: str) -> None:
+    """Refuse a device that isn't there, or several of them one of which isn't.
+
+    Raises:
+        ValueError: as said; the sentence gives the library's reason.
+    """
+    for one in device.split(","):
+        if library == "torch":
+            import torch
+
+            try:
+                torch.empty(0, device=one)
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(f"search: device {one!r} can't be used here: {str(error).splitlines()[0]}") from None
+        elif one != "cpu" and not 0 <= _gpu_number(one) < _faiss()[0].get_num_gpus():
+            raise ValueError(f"search: device {one!r} can't be used here: Faiss has no such GPU.")
+
+
+def _gpu_number(device: str) -> int:
+    """1 of ``cuda:1``, 0 of ``cuda``, -1 of what names no GPU."""
+    number = device.removeprefix("cuda").removeprefix(":")
+    return int(number or 0) if device in ("cuda", f"cuda:{number}") and (number or "0").isdecimal() else -1
 
 
 def check_vectors(ids: Sequence[Any], vectors: np.ndarray, what: str, dim: int | None = None) -> np.ndarray:

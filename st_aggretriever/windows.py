@@ -48,13 +48,14 @@ def encode_windows(
         (n, C + D), float32. A text's vector doesn't depend on the others.
 
     Raises:
-        ValueError: No Aggretriever with agg* or agg+; a number out of its range; under ``term_weight="identity"`` a
-            window without a positive weight.
+        ValueError: One string instead of a sequence; no Aggretriever with agg* or agg+; a number out of its range;
+            under ``term_weight="identity"`` a window without a positive weight.
 
     Example:
         >>> encode_windows(model, ["a report of many pages"], window=128, overlap=32).shape  # doctest: +SKIP
         (1, 768)
     """
+    _check_texts(texts)
     part = _check(model, window, overlap, cls)
     vectors, owners = encode_each_window(
         model, texts, window=window, overlap=overlap, prompt=prompt, batch_size=batch_size
@@ -82,6 +83,7 @@ def encode_each_window(
     Returns:
         (w, C + D) float32, and (w,) int64: the place in ``texts`` of the text that a window is of. In order.
     """
+    _check_texts(texts)
     part = _check(model, window, overlap, "first")
     if batch_size < 1:
         raise ValueError(f"encode_windows: batch_size must be at least 1, got {batch_size}.")
@@ -101,6 +103,14 @@ def encode_each_window(
             vectors[chosen] = _encode(model, [rows[row] for row in chosen], head if prompt else None)
     refuse_unfoldable(seen, part, len(rows), "encode_windows")
     return vectors, np.array(owners, np.int64)
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    if isinstance(texts, str):
+        raise ValueError("encode_windows: expected a sequence of texts, got one string; put it into a list.")
+    wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise ValueError(f"encode_windows: expected strings as texts, got {wrong[0]}.")
 
 
 def _check(model: Any, window: int, overlap: int, cls: str) -> LexicalPart:

@@ -21,6 +21,7 @@ from st_aggretriever.evaluation.beir_sets import BEIR, LICENSED, NANO, PUBLIC, S
 from st_aggretriever.evaluation.download import fetch
 from st_aggretriever.evaluation.evaluator import BeirEvaluator, nano_evaluator
 from st_aggretriever.evaluation.suite import evaluate_sets, format_sets, means
+from st_aggretriever.folding import Folded
 
 pytest.importorskip("pytrec_eval")
 pytest.importorskip("bm25s")
@@ -260,10 +261,17 @@ def test_figures_of_another_model_or_setting_are_not_taken(server: Server, tmp_p
     options: dict[str, Any] = {"data": tmp_path / "data", "say": lambda _: None}
     evaluate_sets(model, ["tiny"], tmp_path / "out", model_name="one", **options)
     evaluate_sets(model, ["tiny"], tmp_path / "out", model_name="renamed", **options)  # the same by its hash
-    with pytest.raises(ValueError, match=r"tiny\.json holds figures of another model"):
+    with pytest.raises(ValueError, match=r"tiny\.json holds figures of another kind of model \(encoder, now bm25\)"):
         evaluate_sets(None, ["tiny"], tmp_path / "out", **options)
     with pytest.raises(ValueError, match=r"another top_k \(1000, now 10\)"):
         evaluate_sets(model, ["tiny"], tmp_path / "out", top_k=10, **options)
+    folded = evaluate_sets(Folded(model, 4), ["tiny"], tmp_path / "folded", **options)
+    assert (folded["folded_to"], folded["windows"]) == (4, None)
+    assert "is folded to 4 dimensions" in " ".join(folded["rules"])
+    queries = tmp_path / "data" / "tiny" / "queries.jsonl"
+    queries.write_text(queries.read_text() + "\n".join([json.dumps({"_id": "new", "text": "new"})]) + "\n")
+    with pytest.raises(ValueError, match=r"tiny\.json holds figures of other data \(queries\.jsonl changed since\)"):
+        evaluate_sets(model, ["tiny"], tmp_path / "out", **options)
     (tmp_path / "out" / "tiny.json").write_text("[]")
     with pytest.raises(ValueError, match=r"tiny\.json is no result"):
         evaluate_sets(model, ["tiny"], tmp_path / "out", **options)
@@ -366,6 +374,11 @@ def test_command_by_names(server: Server, tmp_path: Path, tiny_bert: str, capsys
     ):
         assert main(more) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_mirror_that_is_no_address_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'nonsense' is no address of BEIR's zip files"):
+        fetch("scifact", tmp_path, base_url="nonsense", say=lambda _: None)
 
 
 def test_names_of_files_are_flat() -> None:

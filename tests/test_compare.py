@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from st_aggretriever.cli import main
-from st_aggretriever.evaluation.compare import compare_runs, compare_values, holm, randomisation_test, t_test
+from st_aggretriever.evaluation.compare import (
+    compare_runs,
+    compare_values,
+    format_comparison,
+    holm,
+    randomisation_test,
+    t_test,
+)
 from st_aggretriever.evaluation.fuse import fuse_convex, fuse_rrf, tune_weight
 from st_aggretriever.evaluation.runs import read_run, run_lines
 
@@ -108,12 +115,24 @@ def test_bad_input_is_one_sentence(data: Path, runs: list[str], tmp_path: Path) 
             compare_runs(files, data)
     with pytest.raises(ValueError, match="metric must be one of nDCG@10, RR@10"):
         compare_runs(runs, data, metric="P@3")
+    for name, value, least in (("resamples", 0, 1), ("resamples", -5, 1), ("seed", -1, 0), ("changed", -1, 0)):
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}, got {value}"):
+            compare_runs(runs, data, **{name: value})  # type: ignore[arg-type]
     bad = {"1 Q0 a 1 x tag": "expected 'query Q0", "1 a": "expected 'query Q0", "1 Q0 a 1 nan t": "score is NaN",
            "1 Q0 a 1 2 t\n1 Q0 a 2 1 t": "line 2: query '1' had document 'a' before"}  # fmt: skip
     for line, sentence in bad.items():
         (tmp_path / "bad").write_text(line + "\n")
         with pytest.raises(ValueError, match=sentence):
             read_run(tmp_path / "bad")
+
+
+def test_a_document_of_the_querys_id_is_shown_only_where_it_counts(data: Path, tmp_path: Path) -> None:
+    (data / "corpus.jsonl").write_text("".join(json.dumps({"_id": key, "text": key}) + "\n" for key in "1ab"))
+    files = [write_run(tmp_path / "one", {"1": "1ba"}), write_run(tmp_path / "two", {"1": "1ab", "9": "a"})]
+    for drop in (True, False):
+        lines = list(format_comparison(compare_runs(files, data, metric="RR@10", drop_identical_ids=drop), files))
+        assert any(line.startswith("      1: ") for line in lines) is not drop
+        assert "two: 2 queries, 1 of the 3 judged here" in lines
 
 
 def test_command_shows_changed_queries_and_draws(
@@ -148,6 +167,8 @@ def test_convex_combination_by_hand() -> None:
     assert list(fused["q"]) == ["a", "b", "c", "d"]
     assert fused["p"] == {"x": 0.25}  # one hit: it has the highest score there is
     assert list(fuse_convex([one, two], 0.75, top_k=2)["q"]) == ["a", "b"]
+    with pytest.raises(ValueError, match="scores must be finite numbers"):
+        fuse_convex([{"q": {"a": float("inf"), "b": 1.0}}, two], 0.5)
     with pytest.raises(ValueError, match="between 0 and 1"):
         fuse_convex([one, two], 1.5)
     with pytest.raises(ValueError, match="expected two runs, got 3"):
@@ -178,6 +199,7 @@ def test_fuse_command(data: Path, runs: list[str], tmp_path: Path, capsys: pytes
     for wrong, sentence in (
         (["--method", "convex"], "convex takes either --weight"),
         (["--weight", "0.5"], "rrf has no weight"),
+        (["--method", "convex", "--weight", "0.5", "--dev-runs", *dev], "--weight needs no dev set"),
         (["--method", "convex", "--weight", "2"], "weight must be between 0 and 1"),
         ([*tune, "--dev-split", "test"], "3 dev queries, '1' among them"),
     ):

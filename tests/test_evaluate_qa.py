@@ -92,6 +92,15 @@ def test_files_of_dpr_and_json(files: tuple[str, str], tmp_path: Path) -> None:
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=sentence.replace("[", r"\[")):
             read_questions(tmp_path / "bad")
+    long = "x" * 200_000  # more than the csv module takes of itself
+    (tmp_path / "long").write_text(f"id\ttext\ttitle\n1\t{long}\ty\n")
+    assert next(read_passages(tmp_path / "long")).text == long
+    (tmp_path / "long").write_text(f"{long}\t['a']\n")
+    assert read_questions(tmp_path / "long")["0"].text == long
+    for name, read_all in (("line 2", read_passages), ("line 1", read_questions)):
+        (tmp_path / "bad").write_bytes(b"id\ttext\ttitle\n1\ta\rb\tc\n" if name == "line 2" else b"a\rb\t['c']\n")
+        with pytest.raises(ValueError, match=f"{name}: expected tab-separated columns on one line"):
+            list(read_all(tmp_path / "bad"))
     for content, sentence in (("a\tb\tc\n", "expected the header"), ("id\ttext\ttitle\n1\tx\n", "line 2: expected id"),
                               ("id\ttext\ttitle\n1\tx\ty\n1\tx\ty\n", "line 3: id '1' occurs")):  # fmt: skip
         (tmp_path / "bad").write_text(content)

@@ -14,9 +14,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from st_aggretriever import build_aggretriever, load_aggretriever
+from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
-from st_aggretriever.encoding import Source, encode_to_disk
 from st_aggretriever.explain import explain_scores, explain_texts, match
+from st_aggretriever.explain.documents import check_index
 from st_aggretriever.explain.lost import explain_lost, format_lost
 from st_aggretriever.explain.table import pad, printable
 from st_aggretriever.explain.texts import Word
@@ -234,7 +235,12 @@ def test_stored_vectors_are_explained_and_differences_are_said(tiny_bert: str) -
     stored[1, 0] -= 1.0
     changed = explain_scores(model, TEXTS[3], TEXTS, vectors=stored)
     assert np.flatnonzero(changed[1].document.changed).tolist() == [0, C + 2]
-    assert changed[1].match(2).kind == "changed"
+    assert changed[1].match(2)[2:] == ("changed", None, None)
+    assert changed[1].document.term(2) is None
+    assert 2 not in {term.slice for term in changed[1].document.top(D)}
+    assert changed[1].words("document").sum() + changed[1].cls == pytest.approx(
+        changed[1].score - changed[1].contributions[2]
+    )
     for row, found in enumerate(changed):
         assert found.score == pytest.approx(dot(query, stored[row].astype(np.float32)), abs=1e-5)
     with pytest.raises(ValueError, match=r"stored vectors of shape \(5, 12\), one for each text by this model, got"):
@@ -299,6 +305,19 @@ def test_a_lost_query_has_its_gap_split_into_parts(folder: Path) -> None:
     text = "\n".join(format_lost(lost))
     assert "1 of 2 queries lost" in text
     assert "wrong d3 (place 1): paris france capital" in text
+
+
+def test_a_document_of_the_querys_id_is_kept_where_asked_and_queries_are_counted(folder: Path, tmp_path: Path) -> None:
+    model = load_aggretriever(folder / "model", device="cpu")
+    data = tmp_path / "data"
+    shutil.copytree(folder / "data", data)
+    (data / "corpus.jsonl").write_text((data / "corpus.jsonl").read_text().replace("d3", "q1"))
+    (tmp_path / "ours").write_text("q1 Q0 q1 1 3.0 x\nq1 Q0 d2 2 2.0 x\nelse Q0 d1 1 3.0 x\n")
+    for drop, lost_queries in ((True, ["q2"]), (False, ["q1", "q2"])):
+        lost = explain_lost(model, tmp_path / "ours", data, against=folder / "other.trec", drop_identical_ids=drop)
+        assert len(lost.queries) + lost.unexplained == len(lost_queries)
+        assert ("q1" in [query.id for query in lost.queries]) is not drop
+        assert "the run has 2 queries, 1 of the 2 judged here" in "\n".join(format_lost(lost))
 
 
 def test_bm25_is_the_run_to_lose_against(folder: Path) -> None:
@@ -368,6 +387,8 @@ def test_the_command_explains_texts_and_evaluations(
         (["--query", "a", "--html", "page.html"], "a page needs --query and --docs"),
         (["--run", "ours.trec"], "--run and --data together"),
         ([], "give --query and --docs"),
+        (["--query", "a", "--metric", "nope"], "metric must be one of nDCG@10"),
+        (["--query", "a", "--keep-identical-ids"], "belongs to --run and --data"),
     ],
 )
 def test_the_command_says_in_a_sentence_what_is_missing(
@@ -375,6 +396,38 @@ def test_the_command_says_in_a_sentence_what_is_missing(
 ) -> None:
     assert run(folder, *(str(folder / "data") if option == "DATA" else option for option in options)) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_stored_vectors_are_of_documents_and_of_this_model(
+    folder: Path, tmp_path: Path, tiny_bert: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_aggretriever(folder / "model", device="cpu")
+    texts = Source("corpus", lambda: iter([("d1", "bread flour yeast")]))
+    for side in ("query", "document"):
+        encode_to_disk(model, texts, tmp_path / side, side=side)
+    with pytest.raises(ValueError, match="holds query vectors"):
+        check_index(tmp_path / "query", model)
+    check_index(tmp_path / "document", model)
+    assert not caplog.records
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    check_index(tmp_path / "document", model)
+    assert "were made by another model" in caplog.text
+
+
+def test_bad_arguments_are_refused_in_a_sentence(tiny_bert: str) -> None:
+    model = build(tiny_bert)
+    for texts in ("one", [3], [None]):
+        with pytest.raises(TypeError, match="explain_texts: expected"):
+            explain_texts(model, texts)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="explain_scores: expected one text"):
+        explain_scores(model, ["a"], ["b"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tolerance must be at least 0"):
+        explain_texts(model, ["a"], tolerance=float("nan"))
+    found = explain_scores(model, "a", ["b"])[0]
+    for call in (lambda: found.words("foo"), lambda: found.top(-1), lambda: found.document.top(-1)):
+        with pytest.raises(ValueError, match=r"side must be|count must be"):
+            call()
 
 
 def test_a_text_can_not_write_on_the_terminal() -> None:

@@ -12,8 +12,9 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import quantize_embeddings
 
 from st_aggretriever import SliceMaxAgg, build_aggretriever, fold_embeddings
+from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
-from st_aggretriever.encoding import Encoder, Source, encode_to_disk
+from st_aggretriever.encoding import Encoder
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.folding import Folded, LexicalPart, fold_part, lexical_part
 from st_aggretriever.retrieve import load_queries
@@ -163,6 +164,12 @@ def test_what_does_not_nest_is_refused(tiny_bert: str, options: dict[str, Any], 
         ({"lexical_dim": 120}, "must divide"),
         ({"cls_dim": 64}, "cls_dim must be at least 0 and below the vectors' 64 dimensions, got 64"),
         ({"vectors": np.zeros((2, 8), np.uint8)}, "floats or int8, got torch.uint8; binary ones"),
+        ({"lexical_dim": None}, "lexical_dim must be a whole number, got None"),
+        ({"lexical_dim": True}, "lexical_dim must be a whole number, got True"),
+        ({"lexical_dim": 2.0}, "lexical_dim must be a whole number, got 2.0"),
+        ({"cls_dim": "4"}, "cls_dim must be a whole number, got '4'"),
+        ({"signed": "no"}, "signed must be True or False, got 'no'"),
+        ({"ranges": np.full((2, 64), np.nan)}, "ranges must be finite numbers"),
         ({"vectors": [[1.0, 2.0]]}, "must be a numpy array or a tensor"),
     ],
 )

@@ -302,3 +302,22 @@ def test_a_damaged_modules_file_is_named(saved: Any, tmp_path: Path) -> None:
     (folder / "modules.json").write_text("")
     with pytest.raises(ValueError, match=r"modules\.json is not JSON"):
         load_aggretriever(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("keys", 3), ("dims", None), ("cls_dim", "x"), ("hidden_size", [1]), ("vocab_size", "147")]
+)
+def test_a_config_with_a_value_of_a_wrong_kind_is_named(tiny_bert: str, tmp_path: Path, key: str, value: Any) -> None:
+    build_aggretriever(tiny_bert, lexical_dim=8, cls_dim=4).save_pretrained(str(tmp_path / "m"))
+    files = [file for file in (tmp_path / "m").glob("*/config.json") if key in json.loads(file.read_text())]
+    files[0].write_text(json.dumps({**json.loads(files[0].read_text()), key: value}))
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_aggretriever(tmp_path / "m", device="cpu")
+    assert files[0].parent.name.split("_")[-1] in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{}", "null", "[3]", '[{"type": 3, "path": ""}]', '[{"type": "x"}]'])
+def test_a_list_of_modules_of_another_form_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "modules.json").write_text(content)
+    with pytest.raises(ValueError, match=r"modules\.json holds no list of modules"):
+        load_aggretriever(tmp_path)

@@ -243,6 +243,16 @@ def test_backend_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_backend(device="cpu") == ("faiss", "cpu")
 
 
+@pytest.mark.parametrize("device", ["nosuch", "cuda:x", "cuda:99", "cpu:x", "", "cpu,cuda:99"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "faiss"])
+def test_a_device_that_is_not_there_is_refused_in_a_sentence(backend: str, device: str) -> None:
+    if backend == "faiss":
+        pytest.importorskip("faiss")
+    with pytest.raises(ValueError, match=r"search: .*device") as caught:
+        search(ONE, [(["a"], ONE)], 1, backend=backend, device=device)
+    assert "\n" not in str(caught.value)
+
+
 def test_torch_products_stay_float32_and_the_setting_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     topk = torch.Tensor.topk

@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformer
 from st_aggretriever import build_aggretriever, encode_windows
 from st_aggretriever.cli import main
 from st_aggretriever.evaluation.beir import evaluate_beir
+from st_aggretriever.evaluation.lengths import length_rules
 from st_aggretriever.folding import Folded
 from st_aggretriever.windows import Windowed, encode_each_window
 
@@ -152,6 +153,12 @@ def test_vectors_without_maxima_are_refused(tiny_bert: str, option: str, value: 
         Windowed(build(tiny_bert, **{option: value}), window=16, overlap=5)
 
 
+@pytest.mark.parametrize("texts", ["one text", [None], [b"bytes"]])
+def test_what_is_no_list_of_texts_is_refused(model: SentenceTransformer, texts: Any) -> None:
+    with pytest.raises(ValueError, match="encode_windows: expected"):
+        encode_windows(model, texts, window=16, overlap=5)
+
+
 def test_the_commands_read_whole_documents(
     model: SentenceTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +182,17 @@ def test_the_commands_read_whole_documents(
     assert manifest["truncated"] == 0
     expected = Folded(Windowed(model, window=16, overlap=5, cls="mean"), 10).encode_document([LONG, SHORT])
     assert np.array_equal(np.load(tmp_path / "v" / "block-00000.npy"), expected)
-    assert run("evaluate", "beir", *common, *windows, "--output", tmp_path / "figures.json") == 0
+    evaluate = ["evaluate", "beir", *common, *windows, "--output", tmp_path / "figures.json"]
+    assert run(*evaluate, "--document-length", 9) == 2
+    assert "--windows reads whole documents" in capsys.readouterr().err
+    assert run(*evaluate) == 0
+    printed = capsys.readouterr().out
+    assert "documents are read whole, in windows of 16 tokens that share 5; the [CLS] part is the first" in printed
+    assert "documents at" not in printed
+    assert "is folded" not in printed
+    rules = length_rules(Folded(Windowed(model, window=16, overlap=5, cls="mean"), 10))
+    assert "the [CLS] part is the mean over the windows" in rules[0]
+    assert rules[1:] == ["the lexical part of queries and documents is folded to 10 dimensions"]
     result = json.loads((tmp_path / "figures.json").read_text())
     assert result["encoding"]["windows"]["window"] == 16
     assert result["counts"]["truncated_documents"] == 0

@@ -182,7 +182,9 @@ def _add_msmarco(benchmarks: argparse._SubParsersAction) -> None:
         default="dev",
         help="dl: a passage is relevant from grade 2 on (default: %(default)s)",
     )
-    msmarco.add_argument("--format", choices=("trec", "msmarco"), default="trec", help="of it (default: %(default)s)")
+    msmarco.add_argument(
+        "--format", choices=("trec", "msmarco"), default="trec", help="of --run (default: %(default)s)"
+    )
     add_results(msmarco, top_k=1000)
     add_lengths(msmarco)
     add_shape(msmarco)
@@ -403,6 +405,8 @@ def _fuse(args: argparse.Namespace) -> None:
     tuned = args.dev_runs is not None and args.dev_data is not None
     if args.method == "convex" and tuned == (args.weight is not None):
         raise ValueError("fuse: convex takes either --weight, or --dev-runs and --dev-data to tune it.")
+    if args.weight is not None and (args.dev_runs or args.dev_data or args.dev_ids_reused):
+        raise ValueError("fuse: --weight needs no dev set; leave --dev-runs, --dev-data and --dev-ids-reused out.")
     if args.method == "rrf" and (args.weight is not None or args.dev_runs or args.dev_data):
         raise ValueError("fuse: rrf has no weight; leave --weight, --dev-runs and --dev-data out.")
     runs = [read_run(path) for path in args.runs]

@@ -34,6 +34,7 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
     explain.add_argument("--split", default="test", help="which of its qrels (default: %(default)s)")
     explain.add_argument("--against", metavar="RUN", default="bm25", help="run that beat it (default: %(default)s)")
     explain.add_argument("--metric", default="nDCG@10", help="by which (default: %(default)s)")
+    explain.add_argument("--keep-identical-ids", action="store_true", help="keep a document whose id is the query's")
     explain.add_argument("--lost", type=int, default=10, metavar="N", help="lost queries shown (default: %(default)s)")
     explain.add_argument("--terms", type=int, default=10, metavar="N", help="dimensions shown (default: %(default)s)")
     explain.add_argument("--html", metavar="FILE", help="write a page, complete in itself, here")
@@ -43,6 +44,7 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     from st_aggretriever.evaluation.beir import check_outputs
+    from st_aggretriever.evaluation.metrics import check_metric
 
     for name, value, most in (("top-k", args.top_k, MOST), ("lost", args.lost, MOST), ("terms", args.terms, 1000)):
         if not 1 <= value <= most:
@@ -57,7 +59,10 @@ def _explain(args: argparse.Namespace) -> None:
         raise ValueError("explain: a page needs --query and --docs, or --run and --data.")
     if (args.ids or args.index) and args.docs is None:
         raise ValueError("explain: --ids and --index choose among the documents of --docs.")
-    check_outputs(args.html, None, args.overwrite)  # before the model loads
+    if args.keep_identical_ids and args.run is None:
+        raise ValueError("explain: --keep-identical-ids belongs to --run and --data.")
+    check_metric(args.metric, "explain")  # before the model loads, as the rest
+    check_outputs(args.html, None, args.overwrite)
     if args.run is not None:
         _explain_run(args)
     elif args.query is not None and args.docs is not None:
@@ -68,7 +73,7 @@ def _explain(args: argparse.Namespace) -> None:
 
 def _explain_scores(args: argparse.Namespace) -> None:
     from st_aggretriever.explain import explain_scores
-    from st_aggretriever.explain.documents import pick_documents, pick_vectors, rank_documents
+    from st_aggretriever.explain.documents import check_index, pick_documents, pick_vectors, rank_documents
     from st_aggretriever.explain.page import scores_page
     from st_aggretriever.explain.table import format_scores
 
@@ -79,6 +84,8 @@ def _explain_scores(args: argparse.Namespace) -> None:
         if args.index:
             documents = documents._replace(vectors=pick_vectors(args.index, documents.ids))
         model = load_model(args.model, args.device, args.trust_remote_code, "none")
+        if args.index:
+            check_index(args.index, model)
     else:
         model = load_model(args.model, args.device, args.trust_remote_code, "none")
         documents = rank_documents(
@@ -98,7 +105,7 @@ def _explain_texts(args: argparse.Namespace) -> None:
     from itertools import islice
 
     from st_aggretriever.explain import explain_texts
-    from st_aggretriever.explain.documents import pick_documents, pick_vectors, read_documents
+    from st_aggretriever.explain.documents import check_index, pick_documents, pick_vectors, read_documents
     from st_aggretriever.explain.table import format_texts
 
     if args.query is not None:
@@ -111,6 +118,8 @@ def _explain_texts(args: argparse.Namespace) -> None:
     ids, texts = [key for key, _ in found], [text for _, text in found]
     vectors = pick_vectors(args.index, ids) if args.index else None
     model = load_model(args.model, args.device, args.trust_remote_code, "none")
+    if args.index:
+        check_index(args.index, model)
     side = "document" if args.query is None else "query"
     explanations = explain_texts(model, texts, side=side, vectors=vectors, batch_size=args.batch_size)
     for line in format_texts(explanations, ids, terms=args.terms):
@@ -128,6 +137,7 @@ def _explain_run(args: argparse.Namespace) -> None:
         against=args.against,
         split=args.split,
         metric=args.metric,
+        drop_identical_ids=not args.keep_identical_ids,
         batch_size=args.batch_size,
     )
     if args.html:

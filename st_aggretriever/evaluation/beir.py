@@ -222,7 +222,7 @@ def read_collection(
         return read_corpus(data)
 
     counts = check_corpus(data, corpus(), qrels, ids_in_run=ids_in_run)
-    collection = Collection(data, split, queries, qrels, corpus, counts, _checksums(Path(data), split))
+    collection = Collection(data, split, queries, qrels, corpus, counts, data_checksums(data, split))
     if exclude_overlap is None:
         return collection
     from st_aggretriever.evaluation.overlap import excluded_queries  # which reads collections itself
@@ -320,7 +320,9 @@ def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: 
     """
     paths = [Path(path) for path in (run, output) if path is not None]
     for path in paths:
-        if path.is_dir() or (path.exists() and not overwrite):
+        if path.is_dir():
+            raise FileExistsError(f"{path} is a folder. Name a file.")
+        if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists already. Name another file or overwrite it (--overwrite).")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"the folder of {path} does not exist. Make it first.")
@@ -385,7 +387,9 @@ def check_corpus(
     }
 
 
-def _checksums(data: Path, split: str) -> dict[str, str]:
+def data_checksums(data: str | Path, split: str) -> dict[str, str]:
+    """SHA-256 of the three files of one split, by their names within the folder."""
+    data = Path(data)
     sums = {}
     for folder, name in ((data, "corpus.jsonl"), (data, "queries.jsonl"), (data / "qrels", f"{split}.tsv")):
         path = find_text(folder, name)

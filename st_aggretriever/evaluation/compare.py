@@ -14,7 +14,7 @@ import numpy as np
 from st_aggretriever.atomic import replacing
 from st_aggretriever.evaluation.beir import read_collection
 from st_aggretriever.evaluation.metrics import evaluate_run, mean_figures, metric_rules, rank
-from st_aggretriever.evaluation.runs import read_run
+from st_aggretriever.evaluation.runs import known_queries, read_run
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum
 from st_aggretriever.versions import versions
@@ -56,10 +56,13 @@ def compare_runs(
         ``figures`` (run -> metric -> mean), ``pairs`` with tests, ``per_query`` (run -> query -> metric), rules.
 
     Raises:
-        ValueError: Fewer than two runs, two of one name, an unknown metric, bad lines.
+        ValueError: Fewer than two runs, two of one name, an unknown metric, a number out of range, bad lines.
         OSError: A file is missing.
         ImportError: pytrec_eval, scipy or, for a plot, matplotlib is missing.
     """
+    for name, value, least in (("changed", changed, 0), ("resamples", resamples, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ValueError(f"compare_runs: {name} must be at least {least}, got {value}.")
     runs = _read_runs(files)
     if plot is not None:
         import_matplotlib()
@@ -90,7 +93,11 @@ def compare_runs(
         "metric": metric,
         "data": str(data),
         "split": split,
-        "runs": {name: {"file": str(path), "sha256": checksum(path)} for name, path in zip(runs, files, strict=True)},
+        "runs": {
+            name: {"file": str(path), "sha256": checksum(path), **known_queries(runs[name], collection.qrels)}
+            for name, path in zip(runs, files, strict=True)
+        },
+        "drop_identical_ids": drop_identical_ids,
         "figures": {name: mean_figures(rows) for name, rows in figures.items()},
         "pairs": pairs,
         "counts": collection.counts,
@@ -199,11 +206,24 @@ def format_comparison(result: Mapping[str, Any], files: Sequence[str | Path]) ->
     yield f"{'':32}" + "".join(f"{metric:>9}" for metric in metrics)
     for name, row in result["figures"].items():
         yield f"{name[:32]:32}" + "".join(f"{row[metric]:9.4f}" for metric in metrics)
+    for name, run in result["runs"].items():
+        judged = result["counts"]["queries"]
+        yield f"{name}: {run['queries']:,} queries, {run['judged']:,} of the {judged:,} judged here"
     runs = _read_runs(files)
     data, split = result["data"], result["split"]
     queries = read_queries(data)
     qrels = read_qrels(data, split, queries)
-    texts = _texts(data, result["pairs"], runs)
+    drop = result["drop_identical_ids"]
+    shown = {
+        (name, change["query"]): rank(
+            runs[name].get(change["query"], {}), SHOWN, without=change["query"] if drop else None
+        )
+        for pair in result["pairs"]
+        for change in pair["changed"]
+        for name in pair["runs"]
+    }
+    wanted = {key for ranking in shown.values() for key in ranking}
+    texts = {key: text for key, text in read_corpus(data) if key in wanted}  # only these stay in memory
     for pair in result["pairs"]:
         one, two = pair["runs"]
         yield ""
@@ -220,22 +240,10 @@ def format_comparison(result: Mapping[str, Any], files: Sequence[str | Path]) ->
             yield f"  ? {query}: {queries[query]}"
             for name in (one, two):
                 yield f"    {name} {change[name]:.4f}"
-                for key in rank(runs[name].get(query, {}), SHOWN):
+                for key in shown[name, query]:
                     mark = "*" if qrels[query].get(key, 0) > 0 else " "
                     yield f"    {mark} {key}: {texts.get(key, '(not in the corpus)')[:100]}"
     yield from ("", *(f"- {rule}" for rule in result["rules"]))
-
-
-def _texts(data: str, pairs: Sequence[Mapping[str, Any]], runs: Mapping[str, Any]) -> dict[str, str]:
-    """The passages that are shown; only these stay in memory."""
-    wanted = {
-        key
-        for pair in pairs
-        for change in pair["changed"]
-        for name in pair["runs"]
-        for key in rank(runs[name].get(change["query"], {}), SHOWN)
-    }
-    return {key: text for key, text in read_corpus(data) if key in wanted}
 
 
 def import_matplotlib() -> Any:

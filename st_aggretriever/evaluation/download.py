@@ -85,6 +85,10 @@ def fetch(
 
 
 def _fetch_zip(one: BeirSet, folder: Path, base_url: str, say: Callable[[str], None]) -> None:
+    if "://" not in base_url:
+        raise ValueError(
+            f"{base_url!r} is no address of BEIR's zip files, https://... or file:///...; {URL_VARIABLE} may name one."
+        )
     url = f"{base_url.rstrip('/')}/{one.name}.zip"
     path = folder / f"{one.name}.zip"
     say(

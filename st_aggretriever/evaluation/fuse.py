@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,4 +108,6 @@ def _scaled(hits: Mapping[str, float]) -> dict[str, float]:
     if not hits:
         return {}
     low, high = min(hits.values()), max(hits.values())
+    if not math.isfinite(high - low):
+        raise ValueError("fuse_convex: scores must be finite numbers to be brought to [0, 1]. Use rrf for this run.")
     return {key: (score - low) / (high - low) if high > low else 1.0 for key, score in hits.items()}

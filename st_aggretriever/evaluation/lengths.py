@@ -33,14 +33,22 @@ def set_lengths(model: Any, query_length: int | None = None, document_length: in
 
 
 def length_rules(model: Any) -> list[str]:
-    """One sentence on where texts are cut, none for a model that doesn't say."""
+    """Where texts are cut or read in windows, and what is folded; nothing of a model that doesn't say."""
+    rules = []
     query, document = (length_limit(model, side) for side in ("query", "document"))
-    if query is None or document is None:
-        return []
-    return [
-        f"queries are cut at {query} tokens, documents at {document}; which lengths the Aggretriever paper used outside"
-        " MS MARCO is unknown"
-    ]
+    if windows := getattr(model, "windows", None):
+        rules.append(
+            (f"queries are cut at {query} tokens; " if query is not None else "")
+            + f"documents are read whole, in windows of {windows['window']} tokens that share {windows['overlap']}; the"
+            f" [CLS] part is the {'mean over the windows' if windows['cls'] == 'mean' else 'first window'}'s"
+        )
+    elif query is not None and document is not None:
+        paper = "; which lengths the Aggretriever paper used outside MS MARCO is unknown"
+        own = hasattr(first_module(model), "query_length")
+        rules.append(f"queries are cut at {query} tokens, documents at {document}{paper if own else ''}")
+    if folded := getattr(model, "folded_to", None):
+        rules.append(f"the lexical part of queries and documents is folded to {folded} dimensions")
+    return rules
 
 
 def _positions(encoder: Any) -> int | None:

@@ -115,6 +115,16 @@ def metric_rules(top_k: int = 1000, *, drop_identical_ids: bool = True, relevanc
     ]
 
 
+def check_metric(metric: str, who: str) -> None:
+    """Refuse a metric that :func:`evaluate_run` doesn't know.
+
+    Raises:
+        ValueError: as said; the sentence names those that it knows.
+    """
+    if metric not in _METRICS:
+        raise ValueError(f"{who}: metric must be one of {', '.join(_METRICS)}, got {metric!r}.")
+
+
 def import_pytrec_eval() -> Any:
     """The pytrec_eval module.
 

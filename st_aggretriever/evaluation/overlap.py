@@ -71,7 +71,8 @@ def find_overlap(
         for query, grades in collection.qrels.items()
         if any(grade > 0 and key in documents for key, grade in grades.items())
     ]
-    affected = [query for query in collection.queries if query in {*seen_queries, *touched}]
+    either = {*seen_queries, *touched}
+    affected = [query for query in collection.queries if query in either]
     result = {
         "format": FORMAT,
         "data": str(data),

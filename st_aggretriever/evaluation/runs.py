@@ -74,6 +74,15 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
     return run
 
 
+def known_queries(run: Mapping[str, object], qrels: Mapping[str, object]) -> dict[str, int]:
+    """How many queries a run has, and how many of them are judged: few where it is a run over other data.
+
+    >>> known_queries({"a": {}, "b": {}}, {"b": {}, "c": {}})
+    {'queries': 2, 'judged': 1}
+    """
+    return {"queries": len(run), "judged": sum(query in qrels for query in run)}
+
+
 def check_run_id(what: str, key: str) -> None:
     """Refuse an id that a run file can't hold.
 

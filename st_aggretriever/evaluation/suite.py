@@ -11,7 +11,7 @@ from typing import Any
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.encoding import length_limit, model_hash
-from st_aggretriever.evaluation.beir import evaluate_beir
+from st_aggretriever.evaluation.beir import data_checksums, evaluate_beir
 from st_aggretriever.evaluation.beir_sets import LICENSED, NANO, PUBLIC, SMALL, check_names, folders_of, split_of
 from st_aggretriever.evaluation.bm25 import evaluate_bm25
 from st_aggretriever.evaluation.download import fetch
@@ -75,7 +75,7 @@ def evaluate_sets(
         raise ValueError(f"evaluate beir: none of {', '.join(names)} is there, and none can be downloaded.")
     model_name = "bm25" if model is None else model_name or "unnamed"
     hashed = model_hash(model) if model is not None else None
-    setting: dict[str, Any] = {"top_k": top_k}
+    setting: dict[str, Any] = {"top_k": top_k, "kind of model": "bm25" if model is None else "encoder"}
     if hashed is not None:  # a hash holds the lengths, but this sentence says more
         setting["pair of lengths"] = [length_limit(model, side) for side in ("query", "document")]
         setting["folding and windows"] = [getattr(model, name, None) for name in ("folded_to", "windows")]
@@ -90,6 +90,7 @@ def evaluate_sets(
         for path, part in zip(fetch(name, data, say=say), folders_of(name), strict=True):
             target = output / f"{_flat(part)}.json"
             if target.exists():
+                _check_same(target, {"data": data_checksums(path, split_of(name))})
                 say(f"{part}: {target} is there already")
             else:
                 options: dict[str, Any] = {"split": split_of(name), "top_k": top_k, "output": target, "overwrite": True}
@@ -110,6 +111,8 @@ def evaluate_sets(
         "benchmark": "NanoBEIR" if wanted[0] in NANO else "BEIR",
         "model": model_name,
         "model_hash": hashed,
+        "folded_to": getattr(model, "folded_to", None),
+        "windows": getattr(model, "windows", None),
         "sets": figures,
         "means": means(figures),
         "left_out": left_out,
@@ -194,6 +197,8 @@ def _check_same(path: Path, now: Mapping[str, Any]) -> None:
         limit = encoding.get("max_seq_length")
         there = {
             "top_k": result["search"]["top_k"],
+            "kind of model": "bm25" if result["model_hash"] is None and result["model"] == "bm25" else "encoder",
+            "data": result["checksums"],
             "pair of lengths": [encoding.get(f"{side}_length") or limit for side in ("query", "document")],
             "folding and windows": [encoding.get(name) for name in ("folded_to", "windows")],
             "model": result["model_hash"] or result["model"],
@@ -203,6 +208,11 @@ def _check_same(path: Path, now: Mapping[str, Any]) -> None:
     for what, value in now.items():
         if there[what] != value:
             shown = [one[:12] if isinstance(one, str) else str(one) for one in (there[what], value)]
+            if what == "data":
+                changed = sorted(name for name in {**there[what], **value} if there[what].get(name) != value.get(name))
+                raise ValueError(
+                    f"{path} holds figures of other data ({', '.join(changed)} changed since). Name another --output."
+                )
             raise ValueError(
                 f"{path} holds figures of another {what} ({shown[0]}, now {shown[1]}). Name another --output."
             )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from st_aggretriever.encoding import Encoder
+from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.explain.texts import valid_unicode
 from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.readers.text import id_of, join_title, read_jsonl, read_lines, text_of
 from st_aggretriever.search import search
 from st_aggretriever.vectors import VectorFolder
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 10_000  # documents in memory while they are ranked
 TEXT_FIELDS = ("text", "passage", "contents")
@@ -95,6 +98,7 @@ def rank_documents(
         total = sum(1 for _ in read_documents(path))
         blocks: Iterator[tuple[list[str], np.ndarray]] = encoder.blocks(read_documents(path), total, BLOCK)
     else:
+        check_index(index, model)
         folder = VectorFolder(index)
         if folder.dimension != vectors.shape[1]:
             raise ValueError(
@@ -105,6 +109,19 @@ def rank_documents(
     found = [str(key) for key in hits.ids[0]]
     picked = pick_documents(path, found)
     return picked if index is None else picked._replace(vectors=_stored(VectorFolder(index), found))
+
+
+def check_index(index: str | Path, model: Any) -> None:
+    """Refuse vectors of queries; warn of vectors of another model, whose numbers the explanations call changed.
+
+    Raises:
+        ValueError: As said.
+    """
+    made = VectorFolder(index).manifest
+    if made["side"] != "document":
+        raise ValueError(f"explain: {index} holds {made['side']} vectors. Name the documents' by --index.")
+    if made["model_hash"] not in (None, model_hash(model, quantize=False)):
+        logger.warning("explain: the vectors in %s were made by another model, %s.", index, made["model"])
 
 
 def pick_vectors(index: str | Path, ids: Sequence[str]) -> np.ndarray:

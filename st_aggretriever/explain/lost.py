@@ -84,6 +84,7 @@ class LostQueries:
     judged: int
     queries: list[LostQuery]
     unexplained: int  # lost, but no document of a lower grade stands before a relevant one in our run
+    run_queries: dict[str, int]  # of our run: queries, and those of them that are judged
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -108,6 +109,7 @@ def explain_lost(
     against: str | Path = "bm25",
     split: str = "test",
     metric: str = "nDCG@10",
+    drop_identical_ids: bool = True,
     batch_size: int = 32,
 ) -> LostQueries:
     """Explain the queries of an evaluation that the model lost.
@@ -122,6 +124,7 @@ def explain_lost(
         against: Another run, or ``"bm25"``, which is computed here.
         split: Which qrels.
         metric: What is compared, for instance ``nDCG@10``.
+        drop_identical_ids: Drop a document whose id is the query's, as the evaluation did.
         batch_size: Texts a batch.
 
     Raises:
@@ -130,9 +133,10 @@ def explain_lost(
         ImportError: pytrec_eval or, for BM25, bm25s is missing.
     """
     from st_aggretriever.evaluation.beir import read_collection
-    from st_aggretriever.evaluation.metrics import evaluate_run, rank
-    from st_aggretriever.evaluation.runs import read_run
+    from st_aggretriever.evaluation.metrics import check_metric, evaluate_run, rank
+    from st_aggretriever.evaluation.runs import known_queries, read_run
 
+    check_metric(metric, "explain")
     collection = read_collection(data, split, ids_in_run=False)
     ours = read_run(run)
     if str(against) == "bm25":
@@ -143,15 +147,14 @@ def explain_lost(
         other = {query: dict(zip(ids, scores, strict=True)) for query, ids, scores in rows}
     else:
         other = read_run(against)
-    figures = [evaluate_run(collection.qrels, found) for found in (ours, other)]
-    known = list(next(iter(figures[0].values())))
-    if metric not in known:
-        raise ValueError(f"explain: metric must be one of {', '.join(known)}, got {metric!r}.")
+    options: dict[str, Any] = {"drop_identical_ids": drop_identical_ids}
+    figures = [evaluate_run(collection.qrels, found, **options) for found in (ours, other)]
     change = {query: figures[1][query][metric] - figures[0][query][metric] for query in collection.qrels}
     lost = sorted((query for query in change if change[query] > 0), key=lambda query: -change[query])
     chosen = {}
     for query in lost:
-        places = (list(rank(found.get(query, {}), 1000, without=query)) for found in (ours, other))
+        without = query if drop_identical_ids else None
+        places = (list(rank(found.get(query, {}), 1000, without=without)) for found in (ours, other))
         chosen[query] = _right_and_wrong(collection.qrels[query], *places)
     pairs = {query: pair for query, pair in chosen.items() if pair is not None}
     texts = _texts(collection.corpus(), {key for pair in pairs.values() for key in pair[:2]}, run)
@@ -173,6 +176,7 @@ def explain_lost(
             for query, pair in pairs.items()
         ],
         unexplained=len(chosen) - len(pairs),
+        run_queries=known_queries(ours, collection.qrels),
     )
 
 
@@ -225,6 +229,10 @@ def _lost(
 
 def summary_lines(found: LostQueries) -> Iterator[str]:
     """How many queries were lost, and by which part."""
+    yield (
+        f"the run has {found.run_queries['queries']:,} queries, {found.run_queries['judged']:,} of the "
+        f"{found.judged:,} judged here"
+    )
     yield (
         f"{found.metric} {found.ours:.4f}, {found.against} {found.other:.4f}; "
         f"{len(found.queries) + found.unexplained} of {found.judged} queries lost against {found.against}"

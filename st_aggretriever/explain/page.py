@@ -228,7 +228,7 @@ def _article(
     matches = explanation.top(terms)
     opposed = explanation.top(terms, "opposed")
     misaligned = int((explanation.kinds == "opposed").sum())
-    linked = {match.slice: number for number, match in enumerate(matches[:LINKED])}
+    linked = {match.slice: number for number, match in enumerate(matches[:LINKED]) if match.kind != "changed"}
     head = f"The [CLS] part is {explanation.cls_share:.1%} of the score and isn't explained."
     texts = "".join(
         f"<p class=label>{label}</p>{_shaded(explanation, side, key, scale, linked)}"

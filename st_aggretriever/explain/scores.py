@@ -75,8 +75,10 @@ class ScoreExplanation:
         """The dimensions that contribute most by magnitude, of one kind or of all.
 
         Raises:
-            ValueError: An unknown kind.
+            ValueError: An unknown kind, a count below 0.
         """
+        if count < 0:
+            raise ValueError(f"ScoreExplanation: count must be at least 0, got {count}.")
         if kind is not None and kind not in KINDS:
             raise ValueError(f"ScoreExplanation: kind must be one of {', '.join(KINDS)}, got {kind!r}.")
         order = np.argsort(-np.abs(self.contributions), kind="stable")
@@ -84,26 +86,34 @@ class ScoreExplanation:
         return [self.match(int(dimension)) for dimension in order[wanted][:count]]
 
     def match(self, dimension: int) -> Match:
-        """What met in a lexical dimension."""
+        """What met in a lexical dimension; no term is named where a stored number isn't what its text gives."""
+        named = self.kinds[dimension] != "changed"
         return Match(
             slice=dimension,
             contribution=float(self.contributions[dimension]),
             kind=str(self.kinds[dimension]),
-            query=self.query.term(dimension),
-            document=self.document.term(dimension),
+            query=self.query.term(dimension) if named else None,
+            document=self.document.term(dimension) if named else None,
         )
 
     def words(self, side: str) -> np.ndarray:
-        """What each word of the query or the document adds: the sum over the dimensions that it fired.
+        """What each word of the query or the document adds: the sum over the dimensions that it fired, changed ones
+        left out.
 
         Args:
             side: ``"query"`` or ``"document"``.
 
         Returns:
-            (len(words),) float64; with the [CLS] part and dimensions without a term they sum to the score.
+            (len(words),) float64; with the [CLS] part, changed dimensions and those without a term they sum to the
+            score.
+
+        Raises:
+            ValueError: Another side.
         """
+        if side not in ("query", "document"):
+            raise ValueError(f"ScoreExplanation: side must be 'query' or 'document', got {side!r}.")
         text = self.query if side == "query" else self.document
-        named = text.fired >= 0
+        named = (text.fired >= 0) & (self.kinds != "changed")
         return np.bincount(text.fired[named], self.contributions[named], minlength=len(text.words))
 
     def shared(self) -> list[Shared]:
@@ -168,6 +178,8 @@ def explain_scores(
         >>> [(match.query.name, match.document.name) for match in best.top(1)]  # doctest: +SKIP
         [('ship', 'sails')]
     """
+    if not isinstance(query, str):
+        raise TypeError(f"explain_scores: expected one text as the query, got {type(query).__name__}.")
     asked = explain_texts(model, [query], side="query")[0]
     options: dict[str, Any] = {"vectors": vectors, "tolerance": tolerance, "batch_size": batch_size}
     return [match(asked, document) for document in explain_texts(model, documents, **options)]

@@ -94,8 +94,8 @@ class TextExplanation:
         token_ids: (D,) the token that fired.
         present: (n,) the ids of the text's own tokens that take part.
         dimension_of: (V,) the dimension of each term, -1 where it has none.
-        changed: (dim,) bool, where a stored vector isn't what the text gives; the terms of such a dimension are those
-            of the text, not of the stored number.
+        changed: (dim,) bool, where a stored vector isn't what the text gives; ``ids`` and ``fired`` of such a
+            dimension are the text's, not the stored number's, and :meth:`term` names nothing there.
     """
 
     text: str
@@ -126,8 +126,8 @@ class TextExplanation:
         return 1 - float(squares[self.lexical].sum()) / total if total else 0.0
 
     def term(self, dimension: int) -> Term | None:
-        """What stands behind a lexical dimension, None where nothing does."""
-        if self.ids[dimension] < 0:
+        """What stands behind a lexical dimension, None where nothing does or its stored number isn't the text's."""
+        if self.ids[dimension] < 0 or self.changed[self.lexical][dimension]:
             return None
         id, token = int(self.ids[dimension]), int(self.token_ids[dimension])
         return Term(
@@ -143,9 +143,12 @@ class TextExplanation:
         )
 
     def top(self, count: int = 10) -> list[Term]:
-        """The terms of the largest dimensions, by magnitude."""
+        """The terms of the largest dimensions, by magnitude; ``count`` is at least 0."""
+        if count < 0:
+            raise ValueError(f"TextExplanation: count must be at least 0, got {count}.")
         order = np.argsort(-np.abs(self.values), kind="stable")
-        terms = (self.term(int(dimension)) for dimension in order[self.ids[order] >= 0][:count])
+        named = (self.ids >= 0) & ~self.changed[self.lexical]
+        terms = (self.term(int(dimension)) for dimension in order[named[order]][:count])
         return [term for term in terms if term is not None]
 
 
@@ -174,8 +177,8 @@ def explain_texts(
 
     Raises:
         ValueError: The model's dimensions stand for no terms, the stored vectors don't fit the texts in number or
-            width, or a vector isn't finite.
-        TypeError: ``texts`` is one string.
+            width, or a vector isn't finite, or a number is out of range.
+        TypeError: ``texts`` is one string, or holds something else.
 
     Example:
         >>> explain_texts(model, ["The crew sails the ship."])[0].top(1)[0].name  # doctest: +SKIP
@@ -183,6 +186,12 @@ def explain_texts(
     """
     if isinstance(texts, str):
         raise TypeError("explain_texts: expected a sequence of texts, got one string; put it into a list.")
+    texts = list(texts)
+    wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise TypeError(f"explain_texts: expected strings as texts, got {wrong[0]}.")
+    if not tolerance >= 0:
+        raise ValueError(f"explain_texts: tolerance must be at least 0, got {tolerance}.")
     if side not in ("query", "document"):
         raise ValueError(f"explain_texts: side must be 'query' or 'document', got {side!r}.")
     if batch_size < 1:
