@@ -28,7 +28,8 @@ from scales import Collection, Scale
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.bm25 import search_bm25
-from st_aggretriever.encoding import Encoder, Source, encode_to_disk
+from st_aggretriever.bulk import Source, encode_to_disk
+from st_aggretriever.encoding import Encoder
 from st_aggretriever.evaluation.fuse import fuse_convex, tune_weight
 from st_aggretriever.evaluation.metrics import Run, evaluate_run
 from st_aggretriever.evaluation.qa import has_answer, hit_accuracy
