@@ -130,9 +130,11 @@ class BlockEncoder:
         Raises:
             ValueError: A text that the model can't encode, or whose vector isn't finite; named by its id.
         """
+        # A block all of whose texts were left out has the others' width; asked before the counts begin.
+        nothing = None if block.rows else self.encoder.encode(["dimension"], self.side)[:0]
         before = self._counts()
         ids = [key for key, _ in block.rows]
-        vectors, reasons = self._vectors(block.rows, bar)
+        vectors, reasons = self._vectors(block.rows, bar) if nothing is None else (nothing, {})
         if self.skip_bad:
             # Only here, as the check below would raise: infinity and NaN aren't at most the largest number either.
             good = (np.abs(vectors) <= np.finfo(self.dtype).max).all(axis=1)

@@ -6,6 +6,7 @@ may leave later modules out without a word and return other vectors of a plausib
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -226,8 +227,10 @@ def endpoint_vectors(
 
     Raises:
         OSError: The server can't be reached, or refuses.
-        ValueError: Its answer is not a list of vectors.
+        ValueError: Its answer is not a list of vectors, or the key can't be sent.
     """
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("check: the API key must be printable ASCII on one line; it has other characters in it.")
     url = url.rstrip("/")
     routes = [(route, style) for route, style in ROUTES if url.endswith(route)]
     tried = [(url, routes[0][1])] if routes else [(url + route, style) for route, style in ROUTES]
@@ -245,8 +248,9 @@ def endpoint_vectors(
                 continue
             said = error.read(2000).decode("utf-8", "replace").strip()
             raise OSError(f"check: {address} refused with {error.code} {error.reason}: {said}") from None
-        except (urllib.error.URLError, TimeoutError) as error:
-            raise OSError(f"check: {address} can't be reached: {getattr(error, 'reason', error)}") from None
+        except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+            raise OSError(f"check: {address} can't be reached: {reason}") from None
         except ValueError as error:
             raise ValueError(f"check: {address} answered something else than JSON ({error}).") from None
         return _vectors_of(answer, address), f"{address} ({style})"
@@ -258,7 +262,7 @@ def _served_name(address: str, api_key: str | None) -> str:
     try:
         listed = _ask(address.removesuffix("/embeddings") + "/models", api_key)
         return str(listed["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError):
         return "model"
 
 

@@ -233,8 +233,13 @@ def test_the_onnx_file_is_held_too(saved: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_refusal_is_one_sentence(
-    saved: Path, serve: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path,
+    serve: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("TWO_LINES", "secret\nkey")
     shutil.copytree(saved, tmp_path / "broken")
     (tmp_path / "broken" / "check.json").write_text('{"format": "another"}')
     (tmp_path / "empty").mkdir()
@@ -244,6 +249,8 @@ def test_a_refusal_is_one_sentence(
         ((serve(None) + "/v2/embed", "--model", saved), "refused with 404"),
         ((serve(lambda texts: np.array("no vectors")), "--model", saved), "something else than vectors"),
         ((gone.rpartition(":")[0] + ":1", "--model", saved), "can't be reached"),
+        (("http://127.0.0.1:abc", "--model", saved), "can't be reached"),
+        ((gone, "--model", saved, "--api-key-env", "TWO_LINES"), "printable ASCII"),
         ((gone,), "--model"),
         ((tmp_path / "nothing",), "there is no"),
         ((tmp_path / "empty",), "has no check.json"),
@@ -254,4 +261,5 @@ def test_a_refusal_is_one_sentence(
         assert run(*args) == 2
         error = capsys.readouterr().err
         assert words in error
+        assert "secret" not in error
         assert error.count("\n") == 1

@@ -357,6 +357,28 @@ def test_damage_is_found_refused_and_mended(tmp_path: Path, kind: str) -> None:
     assert files(tmp_path / "v") == files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("key", "value"), [("dimension", 81), ("dtype", "float16")])
+def test_a_wrong_manifest_costs_no_block(tmp_path: Path, key: str, value: object) -> None:
+    folder = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=4).folder
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {key: value}))
+    before = files(folder)
+    faults = verify(VectorFolder(folder))
+    assert faults
+    assert {fault.block for fault in faults} == {None}
+    with pytest.raises(ValueError, match="can't be mended"):
+        reopen(VectorFolder(folder), faults)
+    assert files(folder) == before
+
+
+def test_a_block_of_which_nothing_is_left_has_the_others_width(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"_id": "a", "text": "one"}\n{broken\n{"_id": "b", "text": "two"}\n')
+    folder = encode_to_disk(Letters(), Corpus(path, skip_bad=True), tmp_path / "v", block_size=1, skip_bad=True)
+    assert verify(folder) == []
+    assert [len(folder.read(number)[1]) for number in range(3)] == [1, 0, 1]
+
+
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
 def test_merge_refuses_a_damaged_shard_and_goes_on_once_it_is_mended(tmp_path: Path, kind: str) -> None:
     shards = encode_shards(tmp_path / "shards")
