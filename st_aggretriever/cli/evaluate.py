@@ -10,6 +10,7 @@ from st_aggretriever.cli.options import (
     add_model,
     add_results,
     add_shape,
+    evaluation_options,
     load_for_evaluation,
     say_written,
 )
@@ -203,14 +204,8 @@ def _evaluate_msmarco(args: argparse.Namespace) -> None:
         args.queries,
         args.qrels,
         measures=args.measures,
-        top_k=args.top_k,
-        batch_size=args.batch_size,
-        run=args.run,
         run_format=args.format,
-        output=args.output,
-        overwrite=args.overwrite,
-        backend=args.backend,
-        model_name=args.model,
+        **evaluation_options(args),
     )
     print(format_result(result))
     say_written(run=args.run, figures=args.output)
@@ -249,13 +244,7 @@ def _evaluate_lotte(args: argparse.Namespace) -> None:
         load_for_evaluation(args),
         args.data,
         kinds=args.questions,
-        top_k=args.top_k,
-        batch_size=args.batch_size,
-        run=args.run,
-        output=args.output,
-        overwrite=args.overwrite,
-        backend=args.backend,
-        model_name=args.model,
+        **evaluation_options(args),
     )
     print(format_result(result))
     say_written(run=args.run, figures=args.output)
@@ -291,13 +280,7 @@ def _evaluate_qa(args: argparse.Namespace) -> None:
         args.passages,
         args.questions,
         match=args.match,
-        top_k=args.top_k,
-        batch_size=args.batch_size,
-        run=args.run,
-        output=args.output,
-        overwrite=args.overwrite,
-        backend=args.backend,
-        model_name=args.model,
+        **evaluation_options(args),
     )
     print(format_result(result))
     say_written(run=args.run, figures=args.output)

@@ -83,6 +83,12 @@ def add_results(parser: argparse.ArgumentParser, *, top_k: int) -> None:
     )
 
 
+def evaluation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What add_model, add_results and add_backend ask for, by the names that the benchmarks take."""
+    names = ("top_k", "batch_size", "run", "output", "overwrite", "backend")
+    return {name: getattr(args, name) for name in names} | {"model_name": args.model}
+
+
 def say_written(**paths: str | None) -> None:
     """One line for each file that was asked for."""
     for what, path in paths.items():
