@@ -1,13 +1,12 @@
 """CachedAggretrieverLoss and the gathering of negatives: value and gradient of the plain loss on the whole batch."""
 
-import multiprocessing
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import save_backbone
+from processes import join_group, run_two_processes
 from sentence_transformers import SentenceTransformer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -255,12 +254,9 @@ def test_every_parameter_has_a_gradient_in_every_variant(tiny_bert: str, variant
 # Two processes
 
 
-def gathering_worker(rank: int, backbone: str, rendezvous: str) -> None:
+def gathering_worker(rank: int, rendezvous: str, backbone: str) -> None:
     """One of two processes, each with half of the queries: DDP's gradients against one process with the whole batch."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(minutes=5)
-    )
+    join_group(rank, rendezvous)
     texts, teacher = [column[:4] for column in TEXTS], TEACHER[:4]
     halves = slice(2 * rank, 2 * rank + 2)
     single = build_aggretriever(backbone, cls_dim=4, lexical_dim=16).double().eval()
@@ -290,16 +286,11 @@ def gathering_worker(rank: int, backbone: str, rendezvous: str) -> None:
     unequal = [column[: 2 + rank] for column in texts]
     with pytest.raises(ValueError, match="got 2 x 3, 3 x 3"):
         gathering([single.preprocess(column) for column in unequal])
-    torch.distributed.destroy_process_group()
 
 
 def test_two_processes_have_the_gradients_of_one_with_the_whole_batch(tiny_bert: str, tmp_path: Path) -> None:
     """Passages of the other process are negatives, its duplicates of a positive are not; DDP averages."""
-    # Two fresh interpreters would spend most of the time on their imports; a server forks after them.
-    multiprocessing.set_forkserver_preload(["sentence_transformers", "st_aggretriever.losses"])
-    torch.multiprocessing.start_processes(
-        gathering_worker, (tiny_bert, str(tmp_path / "rendezvous")), nprocs=2, start_method="forkserver"
-    )
+    run_two_processes(gathering_worker, tmp_path, tiny_bert)
 
 
 def test_gathering_with_one_process_changes_nothing(double: SentenceTransformer) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import join_group, run_two_processes
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator, NanoBEIREvaluator
 from sentence_transformers.util import semantic_search
@@ -218,11 +219,11 @@ def test_gradient_checkpointing_keeps_the_gradients(model: SentenceTransformer) 
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6)
 
 
-def fsdp_worker(rank: int, backbone: str, rendezvous: str) -> None:
+def fsdp_worker(rank: int, rendezvous: str, backbone: str) -> None:
     """One of two processes: layers and then the whole model sharded; gradients against one process with both halves."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    join_group(rank, rendezvous)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     batches = [
         [["what dog", "who sails"], ["the dog sleeps", "the ship sails"]],
@@ -240,13 +241,12 @@ def fsdp_worker(rank: int, backbone: str, rendezvous: str) -> None:
     fully_shard(wrong[0].model, mesh=mesh)
     with pytest.raises(RuntimeError, match="weights are sharded"):
         wrong.encode("dog")
-    torch.distributed.destroy_process_group()
 
 
 def test_fsdp_on_layers_and_model_trains_on_the_transformers_model_alone_is_refused(
     tiny_bert: str, tmp_path: Path
 ) -> None:
-    torch.multiprocessing.spawn(fsdp_worker, (tiny_bert, str(tmp_path / "rendezvous")), nprocs=2)
+    run_two_processes(fsdp_worker, tmp_path, tiny_bert)
 
 
 def test_deepspeed_stage_3_is_refused(model: SentenceTransformer) -> None:
