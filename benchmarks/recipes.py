@@ -2,7 +2,7 @@
 
     python benchmarks/recipes.py --model BACKBONE... --pairs FILE... --data FOLDER... --teacher SPLADE --output DIR
 
-Of each backbone and seed a plain model is trained on a sample of the pairs, and from it as many more steps are taken in
+Of each backbone and seed a plain model is trained on a sample of the pairs, and from it two more epochs are taken in
 four ways: on the pairs again (the control), on hard negatives mined by the plain model at a depth of 200, on the same
 with the teacher's scores, and on the pairs with the loss at folded widths too. Every model's vectors are made once and
 folded for the figures at smaller D. What lies in DIR is not done again.
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--sample", type=int, default=8000, help="pairs that are used (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of the plain model, 32 pairs each (default: 200)")
-    parser.add_argument("--further-steps", type=int, default=80, help="from there (default: 80)")
+    parser.add_argument("--further-epochs", type=float, default=2, help="from there (default: 2)")
     parser.add_argument("--train-length", type=int, default=64, help="tokens of a passage (default: 64)")
     parser.add_argument("--search-length", type=int, default=128, help="tokens of a document (default: 128)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
@@ -66,7 +66,7 @@ def main() -> None:
         print_table(arms, [Path(folder).name for folder in args.data], lambda name: (name, "640"))
         print(f"\n{backbone}: mean of the collections, by D")
         print_table(arms, [str(width) for width in WIDTHS], lambda width: ("mean", width))
-    settings = {name: getattr(args, name) for name in ("sample", "steps", "further_steps", "train_length", "seeds")}
+    settings = {name: getattr(args, name) for name in ("sample", "steps", "further_epochs", "train_length", "seeds")}
     settings |= {"search_length": args.search_length, "teacher": Path(args.teacher).name, "negatives": NEGATIVES}
     print(json.dumps({"nDCG@10": found, "settings": settings, "versions": versions()}))
 
@@ -114,7 +114,7 @@ def trained(args: argparse.Namespace, backbone: Path, arm: str, seed: int, pairs
                 model=str(backbone), document_length=args.train_length, max_steps=args.steps, batch_size=32, **settings
             )
         )
-    settings |= {"model": str(home / "plain"), "max_steps": args.further_steps, "batch_size": 32}
+    settings |= {"model": str(home / "plain"), "epochs": args.further_epochs, "batch_size": 32}
     if arm in ("hard negatives", "distilled"):
         settings |= {"pairs": [mined(pairs, home)], "negatives": NEGATIVES, "batch_size": 16}
     if arm == "distilled":
