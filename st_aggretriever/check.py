@@ -11,7 +11,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,16 +66,25 @@ def read_reference(path: str | Path) -> Reference:
         check = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(check, dict) or check.get("format") != CHECK_FORMAT:
             raise ValueError(f"its format is not {CHECK_FORMAT!r}")
-        texts = [str(text) for text in check["texts"]]
+        texts, length = check["texts"], check.get("length")
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("its texts are no list of strings")
+        if length is not None and not (type(length) is int and length > 0):
+            raise ValueError(f"its length is {length!r}")
         vectors = np.array(check["vectors"], np.float32)
         parts = [(str(name), int(width)) for name, width in check["parts"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"check: {file} can't be read ({error}). Save the model again.") from None
     if vectors.ndim != 2 or len(vectors) != len(texts) or not texts or not np.isfinite(vectors).all():
         raise ValueError(f"check: {file} doesn't hold one vector for each text. Save the model again.")
     _check_whole(file, check.get("modules"))
     exact = check.get("dtype") == "float32" and check.get("quantize") == "none"
-    return Reference(texts, vectors, parts, check.get("length"), TOLERANCE if exact else HALF_TOLERANCE)
+    return Reference(texts, vectors, parts, length, TOLERANCE if exact else HALF_TOLERANCE)
+
+
+def _check_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not 0 < tolerance < 1:  # at 1 zeros would be right
+        raise ValueError(f"check: tolerance must be above 0 and below 1, got {tolerance}.")
 
 
 def _check_whole(file: Path, modules: Any) -> None:
@@ -83,7 +92,10 @@ def _check_whole(file: Path, modules: Any) -> None:
     entries = file.with_name("modules.json")
     if not entries.is_file():
         return
-    names = [str(entry["type"]).rpartition(".")[2] for entry in json.loads(entries.read_text(encoding="utf-8"))]
+    try:
+        names = [str(entry["type"]).rpartition(".")[2] for entry in json.loads(entries.read_text(encoding="utf-8"))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"check: {entries} can't be read ({type(error).__name__}: {error}).") from None
     if names != modules:
         raise ValueError(
             f"check: {file} is of the modules {', '.join(map(str, modules or ()))}, but the model consists of "
@@ -97,12 +109,17 @@ def compare(reference: Reference, found: np.ndarray, tolerance: float | None = N
     Args:
         reference: What they should be.
         found: (n, dim) float32, of the reference's texts.
-        tolerance: Above 0; None takes 0.001, and 0.02 where the model was saved in half precision or quantised.
+        tolerance: Above 0 and below 1; None takes 0.001, and 0.02 where the model was saved in half precision or
+            quantised.
+
+    Raises:
+        ValueError: Another tolerance.
     """
+    _check_tolerance(tolerance)
     expected = reference.vectors
     tolerance = reference.tolerance if tolerance is None else tolerance
     if found.shape != expected.shape:
-        return Verdict(False, _other_shape(found, expected), [], [], 0)
+        return Verdict(False, _other_shape(reference, found), [], [], 0)
     if not np.isfinite(found).all():
         return Verdict(False, "wrong: numbers that are not finite", [], [], 0)
     difference, turned = _difference(reference, found, tolerance)
@@ -115,9 +132,7 @@ def compare(reference: Reference, found: np.ndarray, tolerance: float | None = N
     if worst <= tolerance and turned <= allowed:
         also = f", {turned} signs turned where two halves may be equal" if turned else ""
         return Verdict(True, f"right: {figures}{also}", relative, cosines, turned)
-    return Verdict(
-        False, f"wrong: {figures}. {_reason(reference, found, relative, tolerance)}", relative, cosines, turned
-    )
+    return Verdict(False, f"wrong: {figures}. {_reason(reference, found, tolerance)}", relative, cosines, turned)
 
 
 def _difference(reference: Reference, found: np.ndarray, tolerance: float) -> tuple[np.ndarray, int]:
@@ -140,30 +155,78 @@ def _cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float(one @ other) / norms if norms else float(not one.any() and not other.any())
 
 
-def _other_shape(found: np.ndarray, expected: np.ndarray) -> str:
-    shape = f"{found.shape[1]} dimensions" if found.ndim == 2 else f"an array of shape {found.shape}"
-    if found.ndim == 2 and len(found) != len(expected):
-        return f"wrong: {len(found)} vectors for {len(expected)} texts"
-    return (
-        f"wrong: {shape} instead of {expected.shape[1]}. The program pools the encoder in its own way and leaves the "
-        "model's other modules out: don't use its vectors."
-    )
-
-
-def _reason(reference: Reference, found: np.ndarray, relative: Sequence[float], tolerance: float) -> str:
+def _other_shape(reference: Reference, found: np.ndarray) -> str:
     expected = reference.vectors
-    normalised = expected / np.maximum(np.linalg.norm(expected, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    scaled, _ = _difference(reference._replace(vectors=normalised), found, HALF_TOLERANCE)
-    if (scaled.max(1) <= HALF_TOLERANCE * abs(normalised).max(1)).all():
+    if found.ndim != 2:
+        return f"wrong: an array of shape {found.shape} instead of {expected.shape}"
+    if len(found) != len(expected):
+        return f"wrong: {len(found)} vectors for {len(expected)} texts"
+    said = f"wrong: {found.shape[1]} dimensions instead of {expected.shape[1]}."
+    for what, columns in _columns(reference):
+        part = expected[:, columns]
+        if part.shape == found.shape and _close(found, part, HALF_TOLERANCE):
+            return f"{said} The vectors are {what} alone: don't use them."
+    return f"{said} Why is unknown: these are other vectors than the model's. Don't use them."
+
+
+def _columns(reference: Reference) -> Iterator[tuple[str, slice]]:
+    """Each part of the vectors, by its name, and their beginning."""
+    start = 0
+    for name, width in reference.parts:
+        yield f"the model's {name}", slice(start, start + width)
+        start += width
+    for width in range(1, reference.vectors.shape[1]):
+        yield f"the first {width} numbers of the model's", slice(width)
+
+
+def _close(found: np.ndarray, expected: np.ndarray, tolerance: float) -> bool:
+    """Whether each vector is as expected, signs too, to ``tolerance`` of its largest number."""
+    largest = np.maximum(abs(expected).max(1, keepdims=True), np.finfo(np.float32).tiny)
+    return bool((abs(found - expected) <= tolerance * largest).all())
+
+
+def _reason(reference: Reference, found: np.ndarray, tolerance: float) -> str:
+    """Why vectors of the right shape are wrong: what their numbers show, or that it is unknown."""
+    expected = reference.vectors
+
+    def fits(other: np.ndarray, within: float) -> bool:
+        difference, turned = _difference(reference._replace(vectors=other), found, within)
+        largest = np.maximum(abs(other).max(1, keepdims=True), np.finfo(np.float32).tiny)
+        return bool((difference <= within * largest).all()) and turned <= np.ceil(MOST_TURNED * found.size)
+
+    norms = np.maximum(np.linalg.norm(expected, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    if fits(expected, HALF_TOLERANCE) and tolerance < HALF_TOLERANCE:
+        small = f"if you serve the model so, say --tolerance {HALF_TOLERANCE} (now {tolerance:g})."
+        if np.array_equal(found.astype(np.float16), found) or not (found.view(np.uint32) & 0xFFFF).any():
+            return f"The numbers are of half precision; {small}"
+        return f"Why is unknown; computing in half precision makes differences of this size: {small}"
+    if fits(expected / norms, HALF_TOLERANCE):
         return (
             "The vectors are normalised to length 1, but they are made for the inner product as they are: switch "
             "normalisation off."
         )
-    if max(relative) <= HALF_TOLERANCE:
-        return f"Half precision does that; if you serve the model so, say --tolerance 0.02 (now {tolerance:g})."
-    if all(value <= tolerance for value in relative[:-1]):
-        return "Only the longest text differs: the program cuts texts at another length than the model."
-    return "These are other vectors than the model's: don't use them."
+    orders = [part for _, part in zip(reference.parts, _columns(reference), strict=False)]
+    if len(orders) > 1 and fits(np.concatenate([expected[:, columns] for _, columns in orders[::-1]], 1), tolerance):
+        return "The parts of the vectors come in another order than the model's."
+    if fits(expected[::-1], tolerance):
+        return "The vectors are the texts' in the other order: one text gets another one's vector."
+    difference, turned = _difference(reference, found, tolerance)
+    if (difference <= tolerance * abs(expected).max(1, keepdims=True)).all():
+        return f"Turned signs of the lexical part: {turned} of {found.size} numbers; why is unknown."
+    if _only_the_cut_text_differs(reference, found, tolerance):
+        return (
+            f"Only the text that the model cuts, at length {reference.length}, differs: compare the length at which "
+            "the program cuts."
+        )
+    return "Why is unknown: these are other vectors than the model's. Don't use them."
+
+
+def _only_the_cut_text_differs(reference: Reference, found: np.ndarray, tolerance: float) -> bool:
+    # A word is a token at least, so a text of more words is surely cut; of others that can't be told from here.
+    cut = np.array([len(text.split()) > (reference.length or np.inf) for text in reference.texts])
+    difference, _ = _difference(reference, found, tolerance)
+    wrong = (difference > tolerance * abs(reference.vectors).max(1, keepdims=True)).any(1)
+    return bool(cut.any() and not cut.all() and wrong.any() and not (wrong & ~cut).any())
 
 
 def model_vectors(folder: str | Path, texts: Sequence[str]) -> np.ndarray:
@@ -192,7 +255,10 @@ def onnx_vectors(file: str | Path, texts: Sequence[str], length: int | None) -> 
     beside = file.with_name("tokenizer.json")
     if not file.is_file() or not beside.is_file():
         raise FileNotFoundError(f"check: {file} or the tokenizer.json beside it is missing.")
-    tokenizer = Tokenizer.from_file(str(beside))
+    try:
+        tokenizer = Tokenizer.from_file(str(beside))
+    except Exception as error:  # a bare one, whatever is wrong
+        raise ValueError(f"check: {beside} can't be read as a tokenizer ({' '.join(str(error).split())}).") from None
     tokenizer.no_padding()
     if length is not None:
         tokenizer.enable_truncation(length)
@@ -209,7 +275,11 @@ def onnx_vectors(file: str | Path, texts: Sequence[str], length: int | None) -> 
     for text in texts:
         ids = np.array([tokenizer.encode(text).ids], np.int64)
         inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "prompt_length": np.zeros(1, np.int64)}
-        vectors.append(session.run(None, {name: inputs[name] for name in names})[0])
+        try:
+            vectors.append(session.run(None, {name: inputs[name] for name in names})[0])
+        except Exception as error:  # for instance ids beyond the file's vocabulary
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"check: {file} with the tokenizer.json beside it can't be run: {reason}") from None
     return np.concatenate(vectors).astype(np.float32)
 
 
@@ -302,8 +372,7 @@ def check(
     Raises:
         OSError, ValueError, ImportError: What should be held can't be had; the sentence says why.
     """
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"check: tolerance must be above 0, got {tolerance}.")
+    _check_tolerance(tolerance)  # before a model loads
     if target.startswith(("http://", "https://")):
         if model is None:
             raise ValueError("check: a server is held against a model: name its folder by --model.")

@@ -167,7 +167,7 @@ def test_a_server_that_pools_the_root_model_by_mean_is_caught(
     assert run(serve(embed), "--model", saved) == 2
     captured = capsys.readouterr()
     assert "wrong: largest difference" in captured.err
-    assert "other vectors than the model's: don't use them" in captured.err
+    assert "Why is unknown: these are other vectors than the model's. Don't use them." in captured.err
     assert captured.out.count("cosine") == 3
     backbone, _ = conftest.save_backbone(saved.parent / "wide", hidden_size=24)
     assert run(serve(mean_of_the_root(Path(backbone))), "--model", saved) == 2
@@ -182,19 +182,37 @@ def test_what_is_wrong_is_named(saved: Path) -> None:
     longest[2] *= 1.5
     nan = right.copy()
     nan[1, 3] = np.nan
+    assert len(reference.texts[2].split()) > (reference.length or 0)  # so that it is cut
+    shortest, signs = right.copy(), right.copy()
+    shortest[0] *= 1.5
+    signs[:, 4:] *= -1
     for vectors, words in (
         (right / norms, "normalised to length 1"),
-        (right.astype(np.float16) * np.float32(1.01), "Half precision"),
-        (longest, "Only the longest text differs"),
-        (right[::-1], "other vectors"),
-        (np.roll(right, 4, axis=1), "other vectors"),  # the parts in the other order
+        ((right * np.float32(1.01)).astype(np.float16).astype(np.float32), "The numbers are of half precision"),
+        (right * np.float32(1.01), "Why is unknown; computing in half precision makes differences of this size"),
+        (right * np.float32(1.5), "Why is unknown: these are other vectors"),
+        (longest, f"Only the text that the model cuts, at length {reference.length}"),
+        (shortest, "Why is unknown: these are other vectors"),
+        (signs, "Turned signs of the lexical part: 36 of 48 numbers; why is unknown"),
+        (right[::-1], "in the other order"),
+        (np.roll(right, 12, axis=1), "The parts of the vectors come in another order"),
+        (np.roll(right, 3, axis=1), "other vectors"),
         (right[:2], "2 vectors for 3 texts"),
+        (right[:, :4], "4 dimensions instead of 16. The vectors are the model's cls_embedding alone"),
+        (right[:, 4:], "12 dimensions instead of 16. The vectors are the model's lexical_embedding alone"),
+        (right[:, :7], "7 dimensions instead of 16. The vectors are the first 7 numbers of the model's alone"),
+        (right[:, 1:8], "7 dimensions instead of 16. Why is unknown"),
         (nan, "not finite"),
     ):
         verdict = check.compare(reference, np.ascontiguousarray(vectors))
         assert not verdict.right
         assert words in verdict.sentence
+    whole = reference._replace(length=500)  # nothing was cut: the length can't be what is wrong
+    assert "Why is unknown" in check.compare(whole, longest).sentence
     assert check.compare(reference, right * 1.01, 0.02).right
+    for tolerance in (0, -1, 1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="tolerance must be above 0 and below 1"):
+            check.compare(reference, right, tolerance)
 
 
 def test_a_sign_may_turn_in_the_lexical_part_alone_and_seldom(saved: Path) -> None:
@@ -227,6 +245,21 @@ def test_the_onnx_file_is_held_too(saved: Path, tmp_path: Path, capsys: pytest.C
         assert run(target) == 0
         assert "model.onnx (onnxruntime): right" in capsys.readouterr().out
     assert run(tmp_path / "onnx", "--model", saved) == 0
+    tokenizer = tmp_path / "onnx" / "tokenizer.json"
+    content = tokenizer.read_text(encoding="utf-8")
+    for broken in (content[:-9], "{}", ""):
+        tokenizer.write_text(broken)
+        capsys.readouterr()
+        assert run(tmp_path / "onnx") == 2
+        error = capsys.readouterr().err
+        assert f"check: {tokenizer} can't be read as a tokenizer" in error
+        assert error.count("\n") == 1
+    larger = json.loads(content)
+    larger["model"]["vocab"] = {key: number + 1000 for key, number in larger["model"]["vocab"].items()}
+    tokenizer.write_text(json.dumps(larger))
+    assert run(tmp_path / "onnx") == 2
+    assert "can't be run" in capsys.readouterr().err
+    tokenizer.write_text(content)
     half = build_aggretriever(str(saved.parent / "backbone"), lexical_dim=12, cls_dim=4, seed=1)
     half.save_pretrained(str(tmp_path / "other"))
     assert run(tmp_path / "onnx", "--model", tmp_path / "other") == 2
@@ -243,6 +276,12 @@ def test_a_refusal_is_one_sentence(
     shutil.copytree(saved, tmp_path / "broken")
     (tmp_path / "broken" / "check.json").write_text('{"format": "another"}')
     (tmp_path / "empty").mkdir()
+    for name, changes in (("length", {"length": "x"}), ("texts", {"texts": [1, 2, 3]}), ("parts", {"parts": 7})):
+        shutil.copytree(saved, tmp_path / name)
+        path = tmp_path / name / "check.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    shutil.copytree(saved, tmp_path / "modules")
+    (tmp_path / "modules" / "modules.json").write_text("[{}]")
     gone = serve(None)
     for args, words in (
         ((serve(None), "--model", saved), "refused with 424"),
@@ -255,7 +294,9 @@ def test_a_refusal_is_one_sentence(
         ((tmp_path / "nothing",), "there is no"),
         ((tmp_path / "empty",), "has no check.json"),
         ((tmp_path / "broken",), "its format is not"),
-        ((saved, "--tolerance", "0"), "above 0"),
+        *(((tmp_path / name,), f"{name}/check.json can't be read") for name in ("length", "texts", "parts")),
+        ((tmp_path / "modules",), "modules.json can't be read"),
+        *(((gone, "--model", saved, f"--tolerance={x}"), "above 0") for x in ("0", "inf", "nan", "-1", "-inf", "1")),
         ((gone, "--model", saved, "--api-key-env", "NO_SUCH_KEY"), "no such environment variable"),
     ):
         assert run(*args) == 2
