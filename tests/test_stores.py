@@ -10,7 +10,7 @@ import pytest
 
 from st_aggretriever.cli import main
 from st_aggretriever.export import stores
-from st_aggretriever.export.milvus import Milvus
+from st_aggretriever.export.milvus import EMBEDDED, Milvus
 from st_aggretriever.export.qdrant import Qdrant
 from st_aggretriever.retrieve import search_exactly
 from st_aggretriever.vectors import VectorFolder, VectorWriter
@@ -103,6 +103,30 @@ def test_another_collection_is_not_touched(connect: Callable[[str], Any], tmp_pa
         stores.export_vectors(store, write(tmp_path / "queries", side="query"))
 
 
+@pytest.mark.parametrize("index", EMBEDDED)
+def test_every_index_that_is_taken_can_be_built(tmp_path: Path, index: str) -> None:
+    pytest.importorskip("milvus_lite")
+    store = Milvus(str(tmp_path / "store.db"), "papers", index=index)
+    assert stores.export_vectors(store, write(tmp_path / "vectors")).held == ROWS
+    assert len(store.search(QUERIES, 10)[0]) == 10
+    store.close()
+
+
+def test_what_qdrant_refuses_is_one_sentence(tmp_path: Path) -> None:
+    models = pytest.importorskip("qdrant_client").models
+    with pytest.raises(ValueError, match="a collection's name must have"):
+        Qdrant(":memory:", "a/b")
+    store = Qdrant(":memory:", "named")
+    settings = {"one": models.VectorParams(size=DIMENSION, distance=models.Distance.DOT)}
+    store.client.create_collection("named", vectors_config=settings)
+    with pytest.raises(ValueError, match="has the vectors dict, the vectors need VectorParams"):
+        store.create(DIMENSION)
+    store.collection = "none"
+    for call in (store.count, lambda: store.get(["a"]), lambda: store.add(["a"], QUERIES[:1])):
+        with pytest.raises(OSError, match=r"export qdrant: .*none"):
+            call()
+
+
 def test_the_defaults_of_milvus_rank_otherwise(tmp_path: Path) -> None:
     """Its short way of making a collection compares by cosine; L2 is Milvus's older default."""
     pytest.importorskip("milvus_lite")
@@ -147,7 +171,7 @@ def test_the_command_names_the_collection_after_the_folder(tmp_path: Path, capsy
     pytest.importorskip("milvus_lite")
     write(tmp_path / "my-vectors.v2", rows=30)
     command = ["export", "milvus", "--vectors", str(tmp_path / "my-vectors.v2"), "--uri", str(tmp_path / "a.db")]
-    for counts in ("30 of 30 vectors added, 0 were there; it holds 30", "0 of 30 vectors added, 30 were there"):
+    for counts in ("30 of 30 vectors added, 0 there before; it holds 30", "0 of 30 vectors added, 30 there before"):
         assert main(command) == 0
         assert f"collection my_vectors_v2: {counts}" in capsys.readouterr().out
     assert stores.collection_name("2024 docs") == "_2024_docs"
@@ -165,6 +189,16 @@ def test_refusals_are_one_sentence(
     for store in ("milvus", "qdrant"):
         monkeypatch.setitem(sys.modules, {"milvus": "pymilvus", "qdrant": "qdrant_client"}[store], None)
         cases.append(([store, *vectors, "--uri", str(tmp_path / "a.db")], f'pip install "st-aggretriever[{store}]"'))
+    file = ["--uri", str(tmp_path / "a.db")]
+    server = ["--uri", "http://127.0.0.1:1"]
+    cases += [  # before the client is imported, and so before anything is asked
+        (["milvus", *vectors, *file, "--index", "FOO"], "of an embedded file must be one of FLAT, AUTOINDEX, HNSW"),
+        (["milvus", *vectors, *file, "--index", "hnsw"], "got 'hnsw'"),
+        (["milvus", *vectors, *file, "--index", "DISKANN"], "of an embedded file must be one of"),
+        (["milvus", *vectors, *server, "--index", "FOO"], "of a server must be one of"),
+        (["milvus", *vectors, *file, "--collection", "a b"], "a collection's name must be"),
+        (["milvus", *vectors, *file, "--collection", "1a"], "a collection's name must be"),
+    ]
     for arguments, words in cases:
         assert main(["export", *arguments]) == 2
         error = capsys.readouterr().err

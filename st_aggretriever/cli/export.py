@@ -56,7 +56,10 @@ def _add_milvus(formats: argparse._SubParsersAction) -> None:
     )
     _add_store(milvus, "a file whose name ends with .db for the embedded Milvus, or http://HOST:PORT")
     milvus.add_argument(
-        "--index", default="FLAT", metavar="TYPE", help="FLAT is exact; AUTOINDEX, HNSW, ... (default: %(default)s)"
+        "--index",
+        default="FLAT",
+        metavar="TYPE",
+        help="FLAT is exact; AUTOINDEX, HNSW, HNSW_SQ, IVF_FLAT, IVF_SQ8, and on a server more (default: %(default)s)",
     )
     milvus.set_defaults(function=_milvus)
 
@@ -94,6 +97,7 @@ def _qdrant(args: argparse.Namespace) -> None:
 
 def _export_vectors(args: argparse.Namespace, connect: Callable[[str, str | None], Any]) -> None:
     from st_aggretriever.export.stores import collection_name, export_vectors
+    from st_aggretriever.manifest import counted
     from st_aggretriever.vectors import VectorFolder
 
     token = None
@@ -108,6 +112,6 @@ def _export_vectors(args: argparse.Namespace, connect: Callable[[str, str | None
     finally:
         store.close()
     print(
-        f"{args.uri}, collection {done.collection}: {done.added:,} of {done.rows:,} vectors added, "
-        f"{done.rows - done.added:,} were there; it holds {done.held:,}, compared by inner product"
+        f"{args.uri}, collection {done.collection}: {done.added:,} of {counted(done.rows, 'vector')} added, "
+        f"{done.rows - done.added:,} there before; it holds {done.held:,}, compared by inner product"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ import numpy as np
 from st_aggretriever.export.stores import refuse_other
 
 LONGEST_ID = 65_535  # bytes, Milvus's limit for a string
+# Indexes of float vectors whose settings have defaults: of the embedded Milvus, and what a server knows beside these.
+EMBEDDED = ("FLAT", "AUTOINDEX", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8")
+SERVER = (*EMBEDDED, "IVF_RABITQ", "SCANN", "DISKANN", "GPU_BRUTE_FORCE", "GPU_CAGRA", "GPU_IVF_FLAT")
 
 
 class Milvus:
@@ -22,14 +26,25 @@ class Milvus:
         uri: ``http://HOST:PORT``, or the path of a file for the embedded Milvus.
         collection: Its name.
         token: ``USER:PASSWORD`` or a key.
-        index: ``"FLAT"`` is exact; ``"AUTOINDEX"``, ``"HNSW"`` and others leave their settings to the server.
+        index: ``"FLAT"`` is exact; ``"AUTOINDEX"``, ``"HNSW"`` and others leave their settings to the server. An
+            embedded file takes those of ``EMBEDDED``, a server those of ``SERVER``.
 
     Raises:
+        ValueError: Another index, or a name that no collection can have.
         ImportError: pymilvus is missing.
         OSError: Nothing answers at the address, or the file can't be opened.
     """
 
     def __init__(self, uri: str, collection: str, *, token: str | None = None, index: str = "FLAT") -> None:
+        known = SERVER if "://" in uri else EMBEDDED
+        if index not in known:
+            where = "a server" if "://" in uri else "an embedded file"
+            raise ValueError(f"export milvus: the index of {where} must be one of {', '.join(known)}, got {index!r}.")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", collection):
+            raise ValueError(
+                "export milvus: a collection's name must be up to 255 letters, digits and underscores, no digit first,"
+                f" got {collection!r}."
+            )
         try:
             from pymilvus import MilvusClient, MilvusException
         except ImportError as error:
@@ -84,6 +99,9 @@ class Milvus:
         return {row["id"]: np.array(row["vector"], np.float32) for row in rows}
 
     def add(self, ids: Sequence[str], vectors: np.ndarray) -> None:
+        long = next((key for key in ids if len(key.encode()) > LONGEST_ID), None)
+        if long is not None:
+            raise ValueError(f"export milvus: the id {long[:40]!r}... has more than the {LONGEST_ID:,} bytes that fit.")
         rows = [{"id": key, "vector": vector} for key, vector in zip(ids, vectors, strict=True)]
         with self._told():
             self.client.insert(self.collection, rows)

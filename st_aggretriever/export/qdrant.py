@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ class Qdrant:
 
     Raises:
         ImportError: qdrant-client is missing.
+        ValueError: A name that no collection can have.
         OSError: Nothing answers at the address.
     """
 
@@ -31,6 +34,11 @@ class Qdrant:
             from qdrant_client import QdrantClient
         except ImportError as error:
             raise ImportError(f'export qdrant: {error}. Install it by: pip install "st-aggretriever[qdrant]"') from None
+        if not re.fullmatch(r"[^<>:\"/\\|?*\0]{1,255}", collection):
+            raise ValueError(
+                "export qdrant: a collection's name must have up to 255 characters and none of <>:\"/\\|?*, got"
+                f" {collection!r}."
+            )
         self.collection = collection
         if "://" in uri:
             where = {"url": uri, "api_key": api_key}
@@ -38,26 +46,35 @@ class Qdrant:
             where = {"location": uri} if uri == ":memory:" else {"path": uri}
             if not Path(uri).absolute().parent.is_dir():
                 raise FileNotFoundError(f"export qdrant: there is no folder {Path(uri).absolute().parent}.")
-        try:
+        with self._told(f"{uri} can't be opened: "):
             self.client: Any = QdrantClient(**where)
             self.client.get_collections()
-        except Exception as error:  # the HTTP library's and the client's own, and RuntimeError for a folder in use
-            raise OSError(f"export qdrant: {uri} can't be opened: {error}") from None
+
+    @contextmanager
+    def _told(self, what: str = "") -> Iterator[None]:
+        """What the client says as an OSError: its errors, the HTTP library's, RuntimeError for a folder in use."""
+        try:
+            yield
+        except Exception as error:
+            raise OSError(f"export qdrant: {what}{error}") from None
 
     def create(self, dimension: int) -> None:
         from qdrant_client import models
 
-        if self.client.collection_exists(self.collection):
+        with self._told():
+            if not self.client.collection_exists(self.collection):
+                settings = models.VectorParams(size=dimension, distance=models.Distance.DOT)
+                self.client.create_collection(self.collection, vectors_config=settings)
+                return
             found = self.client.get_collection(self.collection).config.params.vectors
-            refuse_other(self.collection, "dimension", getattr(found, "size", None), dimension)
-            refuse_other(self.collection, "metric", str(found.distance.value), models.Distance.DOT.value)
-            return
-        settings = models.VectorParams(size=dimension, distance=models.Distance.DOT)
-        self.client.create_collection(self.collection, vectors_config=settings)
+        refuse_other(self.collection, "vectors", type(found).__name__, "VectorParams")  # others have names
+        refuse_other(self.collection, "dimension", found.size, dimension)
+        refuse_other(self.collection, "metric", str(found.distance.value), models.Distance.DOT.value)
 
     def get(self, ids: Sequence[str]) -> dict[str, np.ndarray]:
         points = [point_of(key) for key in ids]
-        rows = self.client.retrieve(self.collection, ids=points, with_payload=True, with_vectors=True)
+        with self._told():
+            rows = self.client.retrieve(self.collection, ids=points, with_payload=True, with_vectors=True)
         return {row.payload["id"]: np.array(row.vector, np.float32) for row in rows}
 
     def add(self, ids: Sequence[str], vectors: np.ndarray) -> None:
@@ -65,10 +82,12 @@ class Qdrant:
 
         points = [point_of(key) for key in ids]
         batch = models.Batch(ids=points, vectors=vectors.tolist(), payloads=[{"id": key} for key in ids])
-        self.client.upsert(self.collection, batch, wait=True)
+        with self._told():
+            self.client.upsert(self.collection, batch, wait=True)
 
     def count(self) -> int:
-        return int(self.client.count(self.collection, exact=True).count)
+        with self._told():
+            return int(self.client.count(self.collection, exact=True).count)
 
     def search(self, queries: np.ndarray, top_k: int) -> list[list[str]]:
         """Ids of the largest inner products of each query, exactly, as an application would ask for them."""
