@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from st_aggretriever.atomic import replacing
+from st_aggretriever.manifest import counted
 from st_aggretriever.retrieve import recall, search_exactly
 from st_aggretriever.search import Hits, check_vectors, pick_backend
 from st_aggretriever.vectors import VectorFolder
@@ -103,8 +104,8 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
     with Path(path).open("rb") as file:
         try:
             header = json.loads(file.readline(2**16))
-            known = header["format"] == FORMAT
-        except (ValueError, KeyError, TypeError):
+            known = header["format"] == FORMAT and isinstance(header["factory"], str) and "vectors_sha256" in header
+        except (ValueError, KeyError, TypeError, RecursionError):
             known = False
         if not known:
             raise ValueError(f"{path} is no index that search --save-index wrote.")
@@ -115,11 +116,13 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
             )
         try:
             index = faiss.read_index(faiss.PyCallbackIOReader(file.read, CHUNK))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise ValueError(f"{path} is damaged ({faiss_reason(error)}). Build it again by --index-factory.") from None
     ids = [key for record in _records(folder) for key in json.loads(record)["ids"]]
     if index.ntotal != len(ids) or index.d != folder.dimension:
-        raise ValueError(f"{path} holds {index.ntotal:,} vectors, {folder.folder} {len(ids):,}. Build it again.")
+        raise ValueError(
+            f"{path} holds {counted(index.ntotal, 'vector')}, {folder.folder} {len(ids):,}. Build it again."
+        )
     return Built(header["factory"], index, ids, time.perf_counter() - started)
 
 

@@ -16,10 +16,10 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.encoding import PROMPT_NAMES, Encoder
+from st_aggretriever.manifest import counted, texts_of
 from st_aggretriever.search import check_vectors
 from st_aggretriever.shards import Shard, shard_folder
 from st_aggretriever.vectors import VectorFolder, VectorWriter, check_dtype, check_output
-from st_aggretriever.verify import texts_of
 
 logger = logging.getLogger(__name__)
 
@@ -304,8 +304,8 @@ class Progress:
         self.bar = tqdm(total=self.total, desc="texts", unit="text", disable=None)
         which = " of shard {} of {}".format(*manifest["shard"]) if "shard" in manifest else ""
         report(
-            f"{self.total:,} {manifest['side']}s{which} in {len(plan.blocks):,} blocks, {manifest['dimension']} "
-            f"dimensions: {size_of(self.total * self.bytes_each)} as {dtype}"
+            f"{counted(self.total, manifest['side'])}{which} in {counted(len(plan.blocks), 'block')}, "
+            f"{counted(manifest['dimension'], 'dimension')}: {size_of(self.total * self.bytes_each)} as {dtype}"
         )
 
     def skip(self, number: int) -> None:
@@ -340,10 +340,10 @@ class Progress:
 
     def _line(self, now: float) -> str:
         seconds = max(now - self.started, 1e-9)
-        tokens = "" if self.unknown_tokens else f"{self.tokens:,} tokens, "
+        tokens = "" if self.unknown_tokens else f"{counted(self.tokens, 'token')}, "
         earlier = f" ({self.done - self.made:,} by an earlier run)" if self.done > self.made else ""
         return (
-            f"{self.done:,} of {self.total:,} {self.plan.manifest['side']}s{earlier}, {tokens}"
+            f"{self.done:,} of {counted(self.total, self.plan.manifest['side'])}{earlier}, {tokens}"
             f"{size_of(self.done * self.bytes_each)}, {self.made / seconds:,.1f} a second"
         )
 
@@ -377,6 +377,7 @@ def encode_to_disk(
     shard: Shard | None = None,
     devices: Sequence[str] = (),
     skip_bad: bool = False,
+    files: str = "npy",
     report: Callable[[str], Any] = logger.info,
 ) -> VectorFolder:
     """Encode texts into a folder of vectors; called again after an interruption, it goes on with the next block.
@@ -398,6 +399,7 @@ def encode_to_disk(
         shard: ``(i, n)`` encodes the blocks i, i + n, i + 2n, ... into ``OUTPUT/shard-i-of-n``.
         devices: A process for each, for instance ``["cuda:0", "cuda:1"]`` (sentence-transformers' pool); none: here.
         skip_bad: Leave out, with a warning, what can't be encoded to finite numbers, instead of raising.
+        files: ``"npy"`` or ``"parquet"``, the form of a block.
         report: Called with a line on documents, tokens, bytes, rate and time left, every half minute and at the end.
 
     Raises:
@@ -410,7 +412,7 @@ def encode_to_disk(
     encoder = BlockEncoder(model, side, batch_size=batch_size, dtype=dtype, skip_bad=skip_bad)
     folder = prepare_output(output, shard)
     todo = plan(encoder, source, block_size=block_size, model_name=model_name, shard=shard)
-    with VectorWriter(folder, todo.manifest, dtype=dtype) as writer, encoder.on(devices):
+    with VectorWriter(folder, todo.manifest, dtype=dtype, files=files) as writer, encoder.on(devices):
         progress = Progress(todo, dtype, report)
         for local, number in enumerate(todo.blocks):
             if writer.has(local):

@@ -1,7 +1,8 @@
 """An inverted file of compressed codes that stays on disk, for more vectors than fit in memory.
 
 A folder holds ``index.faiss`` (cells and codebooks), ``lists.ivfdata`` (the codes, memory-mapped), ``ids.bin`` and
-``ids.npy`` (the documents' ids, and where each begins) and ``manifest.json``. While it is built it is called
+``ids.npy`` (the documents' ids, and where each begins) and ``manifest.json``, which says last how long each of these
+is. While it is built it is called
 ``NAME.partial`` and also holds the trained index and the parts filled so far, so that building goes on where it was
 stopped.
 """
@@ -20,10 +21,12 @@ from tqdm import tqdm
 
 from st_aggretriever.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
 from st_aggretriever.atomic import replacing
+from st_aggretriever.manifest import counted
 from st_aggretriever.search import Hits, check_vectors
 from st_aggretriever.vectors import VectorFolder, check_output, lock_folder, partial_of, said_if_full
 
-FORMAT = "st_aggretriever index on disk, 1"
+FORMAT = "st_aggretriever index on disk, 2"
+FILES = ("index.faiss", "lists.ivfdata", "ids.bin", "ids.npy")
 PART_ROWS = 1_000_000  # vectors whose codes are in memory at a time
 TRAINING_VECTORS = 1_000_000
 
@@ -69,6 +72,8 @@ def build_on_disk(
         "rows": sum(folder.rows for folder in folders),
         "vectors_sha256": manifests_hash(folders),
     }
+    for folder in folders:
+        folder.check_files()
     partial = partial_of(output)
     partial.mkdir(exist_ok=True)
     with lock_folder(partial), said_if_full(partial):
@@ -83,6 +88,8 @@ def build_on_disk(
         _write_ids(partial, folders)
         for path in (partial / "trained.faiss", *partial.glob("part-*.faiss")):
             path.unlink(missing_ok=True)
+        with replacing(partial / "manifest.json") as file:
+            file.write(json.dumps({**manifest, **_contents(partial)}, indent=2) + "\n")
         partial.rename(output)
         (Path(output) / ".lock").unlink(missing_ok=True)
     return Path(output)
@@ -106,21 +113,32 @@ class OnDiskIndex:
         path = Path(path)
         if not (path / "manifest.json").is_file():
             raise FileNotFoundError(f"{path} is no index on disk: it has no manifest.json. Build it by index.")
-        self.manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if self.manifest.get("format") != FORMAT:
-            raise ValueError(f"{path} is not of the format {FORMAT!r}.")
+        self.path = path
+        self.manifest = _read_manifest(path / "manifest.json")
         if self.manifest["vectors_sha256"] != manifests_hash(folders):
             raise ValueError(f"{path} was built from other vectors than those of --index. Build it again by index.")
+        # Before anything is mapped: reading beyond the end of a mapped file kills the process.
+        contents = _contents(path)
+        for name, found in contents["bytes"].items():
+            if found != self.manifest["bytes"].get(name):
+                raise _damaged(
+                    path / name, f"it holds {counted(found, 'byte')}, not {self.manifest['bytes'].get(name)}"
+                )
+        if contents["index_sha256"] != self.manifest["index_sha256"]:
+            raise _damaged(path / "index.faiss", "its bytes don't give the checksum in the manifest")
         try:
             self.index = faiss.read_index(str(path / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
-        except RuntimeError as error:
-            raise ValueError(f"{path} is damaged ({faiss_reason(error)}). Build it again by index.") from None
-        self.starts = np.load(path / "ids.npy", mmap_mode="r")
+        except (RuntimeError, MemoryError) as error:
+            raise _damaged(path / "index.faiss", faiss_reason(error)) from None
+        try:
+            self.starts = np.load(path / "ids.npy", mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, SyntaxError, TypeError) as error:
+            raise _damaged(path / "ids.npy", " ".join(str(error).split())) from None
         self.ids = np.memmap(path / "ids.bin", np.uint8, mode="r")
-        if not self.index.ntotal == len(self.starts) - 1 == self.manifest["rows"]:
-            raise ValueError(
-                f"{path} is damaged: its files hold different numbers of vectors. Build it again by index."
-            )
+        if (self.starts.dtype, self.starts.shape) != (np.dtype(np.int64), (self.manifest["rows"] + 1,)):
+            raise _damaged(path / "ids.npy", f"it holds {self.starts.dtype} {self.starts.shape}")
+        if self.index.ntotal != self.manifest["rows"]:
+            raise _damaged(path / "index.faiss", f"it counts {counted(self.index.ntotal, 'vector')}")
 
     def search(self, query_vectors: np.ndarray, top_k: int, parameters: str = "") -> Hits:
         """The ``top_k`` best that the index finds; where it finds fewer, id None and score -inf fill up.
@@ -139,7 +157,55 @@ class OnDiskIndex:
     def _id(self, position: int) -> str | None:
         if position < 0:
             return None
-        return bytes(self.ids[self.starts[position] : self.starts[position + 1]]).decode("utf-8")
+        if position >= len(self.starts) - 1:
+            raise _damaged(self.path / "lists.ivfdata", f"it names vector {position:,}")
+        start, end = (int(place) for place in self.starts[position : position + 2])
+        if not 0 <= start < end <= len(self.ids):
+            raise _damaged(self.path / "ids.npy", f"id {position:,} lies from byte {start:,} to {end:,}")
+        try:
+            return bytes(self.ids[start:end]).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _damaged(self.path / "ids.bin", str(error)) from None
+
+
+def _damaged(path: Path, reason: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {reason.rstrip('.')}. Build the index again by index.")
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """What is known of an index's files without reading the large ones.
+
+    Raises:
+        FileNotFoundError: One is missing.
+    """
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing. Build the index again by index.")
+    sizes = {name: (folder / name).stat().st_size for name in FILES}
+    return {"bytes": sizes, "index_sha256": checksum(folder / "index.faiss")}
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of the format {FORMAT!r}. Build the index again by index.")
+    kinds = {"factory": str, "dimension": int, "rows": int, "vectors_sha256": str, "bytes": dict, "index_sha256": str}
+    for name, kind in kinds.items():
+        if type(manifest.get(name)) is not kind:
+            raise _damaged(path, f"{name!r} must be of the type {kind.__name__}, got {manifest.get(name)!r}")
+    return manifest
 
 
 def manifests_hash(folders: Sequence[VectorFolder]) -> str:
@@ -152,7 +218,11 @@ def _begin(partial: Path, manifest: dict[str, Any]) -> None:
         left.unlink()
     path = partial / "manifest.json"
     if path.exists():
-        if json.loads(path.read_text(encoding="utf-8")) != manifest:
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, str(error)) from None
+        if not isinstance(begun, dict) or {key: begun.get(key) for key in manifest} != manifest:
             raise ValueError(f"{partial} was begun with other vectors or settings. Name another output, or remove it.")
         return
     with replacing(path) as file:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from st_aggretriever.bulk import BlockEncoder, Progress, Texts, logger, plan, prepare_output
+from st_aggretriever.manifest import read_record
 from st_aggretriever.search import Hits, check_vectors
 from st_aggretriever.shard_search import merge_all, search_folder
 from st_aggretriever.shards import Shard
-from st_aggretriever.vectors import VectorFolder, VectorWriter, read_record, write_block
+from st_aggretriever.vectors import VectorFolder, VectorWriter, write_block
 
 # Of the machine's cores, for all actors of a pool on CPUs together: what is left runs Ray's other tasks, which would
 # wait for ever if actors held every core.
@@ -42,6 +43,7 @@ def encode_by_ray(
     model_name: str = "unnamed",
     shard: Shard | None = None,
     skip_bad: bool = False,
+    files: str = "npy",
     report: Callable[[str], Any] = logger.info,
 ) -> VectorFolder:
     """As :func:`st_aggretriever.bulk.encode_to_disk`, by a pool of Ray actors.
@@ -50,7 +52,7 @@ def encode_by_ray(
         load: Gives the model, for a device; it is called here, for the manifest, and in every actor.
         workers: Actors. Each has a GPU where the cluster has any, unless ``device`` is ``"cpu"``.
         device: ``"cpu"``, or None.
-        source, output, side, dtype, batch_size, block_size, model_name, shard, skip_bad, report: See there.
+        source, output, side, dtype, batch_size, block_size, model_name, shard, skip_bad, files, report: See there.
 
     Raises:
         As there, and ImportError without Ray.
@@ -62,7 +64,7 @@ def encode_by_ray(
     encoder = BlockEncoder(load("cpu"), side, **options)  # type: ignore[arg-type]
     todo = plan(encoder, source, block_size=block_size, model_name=model_name, shard=shard)
     del encoder  # the actors have models of their own
-    with _ray() as ray, VectorWriter(folder, todo.manifest, dtype=dtype) as writer:
+    with _ray() as ray, VectorWriter(folder, todo.manifest, dtype=dtype, files=files) as writer:
         progress = Progress(todo, dtype, report)
         rows = []
         for local, number in enumerate(todo.blocks):
@@ -74,7 +76,7 @@ def encode_by_ray(
             gpu = device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
             blocks = ray.data.from_items(rows, override_num_blocks=min(len(rows), TASKS)).map_batches(
                 _Encoder,
-                fn_constructor_args=(load, source, writer.partial.absolute(), side, options, gpu),
+                fn_constructor_args=(load, source, writer.partial.absolute(), files, {"side": side, **options}, gpu),
                 batch_size=1,
                 compute=ray.data.ActorPoolStrategy(size=workers),
                 **_share(ray, workers, gpu),
@@ -99,12 +101,12 @@ class _Encoder:
         load: Callable[[str | None], Any],
         source: Texts,
         partial: Path,
-        side: str,
+        files: str,
         options: dict[str, Any],
         gpu: bool,
     ) -> None:
-        self.encoder = BlockEncoder(load("cuda" if gpu else "cpu"), side, **options)
-        self.source, self.partial = source, partial
+        self.encoder = BlockEncoder(load("cuda" if gpu else "cpu"), **options)
+        self.source, self.partial, self.files = source, partial, files
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         local, number = int(batch["local"][0]), int(batch["number"][0])
@@ -119,12 +121,13 @@ class _Encoder:
 
     def _encode(self, local: int, number: int, result: dict[str, Any]) -> int | None:
         try:
-            tokens: int | None = read_record(self.partial, local)["tokens"]
+            tokens: int | None = read_record(self.partial, local).get("tokens")
             return tokens  # written before an actor died, and tried again
         except (ValueError, OSError):
             pass
         made = self.encoder.encode(self.source.read(number))
-        write_block(self.partial, local, made.ids, made.vectors, dtype=self.encoder.dtype, **made.counts)
+        form = {"dtype": self.encoder.dtype, "files": self.files}
+        write_block(self.partial, local, made.ids, made.vectors, **form, **made.counts)  # type: ignore[arg-type]
         result["left_out"] = "\n".join(" ".join(sentence.split()) for sentence in made.left_out)
         return made.counts["tokens"]
 

@@ -101,10 +101,12 @@ def _head(record: dict[str, Any]) -> list[str]:
 
 def _data(record: dict[str, Any]) -> list[str]:
     rows = [
-        f"| {_name(path)} | {source.get('format', '')} | {source['rows']:,} | {source['bad_rows']:,} |"
+        f"| {_name(path)} | {source.get('format', '')} | {record['pairs'][path]:,} | {source['bad_rows']:,} |"
         for path, source in record["data"].items()
     ]
-    used = f"{record['resolved']['pairs']:,} pairs were trained on."
+    used = f"{record['resolved']['pairs']:,} pairs were trained on"
+    held_out = sum(record["pairs"].values()) - record["resolved"]["pairs"]
+    used += f", {held_out:,} held out as the development set." if record["config"].get("dev_share") else "."
     teacher = [f"Teacher: {record['teacher'].get('name', record['teacher'])}."] if record["teacher"] else []
     return [
         "## Data",

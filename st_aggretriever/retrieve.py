@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from st_aggretriever.manifest import counted
 from st_aggretriever.search import Hits, search
 from st_aggretriever.vectors import READ_BYTES, VectorFolder, check_comparable, check_dtype
 
@@ -18,12 +19,12 @@ def describe_search(index: VectorFolder | Sequence[VectorFolder], queries: int, 
     rows = sum(folder.rows for folder in folders)
     itemsize = np.dtype(dtype or manifest["dtype"]).itemsize
     piece = min(rows * dimension * 4, max(READ_BYTES, manifest["block_size"] * dimension * 4))
-    shards = f" in {len(folders):,} folders" if len(folders) > 1 else ""
+    shards = f" in {counted(len(folders), 'folder')}" if len(folders) > 1 else ""
     return (
-        f"{rows:,} vectors of {dimension} dimensions by {manifest['model']}{shards}, "
+        f"{counted(rows, 'vector')} of {counted(dimension, 'dimension')} by {manifest['model']}{shards}, "
         f"{_bytes(sum(folder.size for folder in folders))} on disk as {manifest['dtype']}, searched as "
         f"{dtype or manifest['dtype']} ({_bytes(rows * dimension * itemsize)}), in pieces of up to {_bytes(piece)}, "
-        f"two in memory; {queries:,} queries"
+        f"two in memory; {counted(queries, 'query')}"
     )
 
 

@@ -172,9 +172,7 @@ def check_vectors(ids: Sequence[Any], vectors: np.ndarray, what: str, dim: int |
         got = f"{vectors.dtype} {vectors.shape}" if isinstance(vectors, np.ndarray) else type(vectors).__name__
         raise ValueError(f"search: {what} vectors must be a float32 array of shape (n, dim), got {got}.")
     if len(ids) != len(vectors):
-        raise ValueError(
-            f"search: each {what} needs one id and one vector, got {len(ids)} ids, {len(vectors)} vectors."
-        )
+        raise ValueError(f"search: each {what} needs one id and one vector, got {len(ids)} and {len(vectors)}.")
     if dim is not None and vectors.shape[1] != dim:
         raise ValueError(
             f"search: {what} vectors have {vectors.shape[1]} dimensions, the queries {dim}. Encode both by one model."

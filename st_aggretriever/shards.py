@@ -11,8 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from st_aggretriever.vectors import COUNTED, VectorFolder, VectorWriter, said_if_full
-from st_aggretriever.verify import Ids, check_block
+from st_aggretriever.manifest import FINISHED, counted, read_record, sums_of
+from st_aggretriever.vectors import VectorFolder, VectorWriter, block_path, said_if_full
+from st_aggretriever.verify import Ids, check_block, check_order
 
 Shard = tuple[int, int]  # (i, n): which, from 0, of how many
 
@@ -68,23 +69,39 @@ def open_shards(folders: Sequence[str | Path], lexical_dim: int | None = None) -
         FileNotFoundError: A folder is none of vectors or isn't finished, or a shard is missing.
         ValueError: Shards of different models, settings or texts, or the same one twice.
     """
+    return in_order([VectorFolder(path, lexical_dim) for path in find_folders(folders)])
+
+
+def find_folders(folders: Sequence[str | Path]) -> list[Path]:
+    """The folders to open: one that holds ``shard-*-of-*`` stands for all of these, also for those that are missing.
+
+    Raises:
+        ValueError: It holds shards of different counts.
+    """
     paths: list[Path] = []
     for folder in map(Path, folders):
-        inside = _inside(folder)
-        paths += inside or [folder]
-    opened = [VectorFolder(path, lexical_dim) for path in paths]
+        paths += _inside(folder) or [folder]
+    return paths
+
+
+def in_order(opened: Sequence[VectorFolder]) -> list[VectorFolder]:
+    """The same folders, shards in the order of their numbers.
+
+    Raises:
+        FileNotFoundError, ValueError: As :func:`open_shards` about folders that don't belong together.
+    """
     shards = [folder for folder in opened if "shard" in folder.manifest]
-    if shards:
-        if len(shards) < len(opened):
-            whole = next(folder for folder in opened if "shard" not in folder.manifest)
-            raise ValueError(f"{whole.folder} is no shard, but {shards[0].folder} is one of several. Name one kind.")
-        _check_together(shards)
-        return sorted(shards, key=lambda folder: folder.manifest["shard"][0])
-    return opened
+    if not shards:
+        return list(opened)
+    if len(shards) < len(opened):
+        whole = next(folder for folder in opened if "shard" not in folder.manifest)
+        raise ValueError(f"{whole.folder} is no shard, but {shards[0].folder} is one of several. Name one kind.")
+    _check_together(shards)
+    return sorted(shards, key=lambda folder: folder.manifest["shard"][0])
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The shards in a folder, by number; raises FileNotFoundError where one of them is missing."""
+    """The shards in a folder, by number, also those of which nothing is there."""
     if (folder / "manifest.json").exists() or not folder.is_dir():
         return []
     found = {}
@@ -119,13 +136,14 @@ def _check_together(shards: Sequence[VectorFolder]) -> None:
     missing = [number for number in range(count) if number not in seen]
     if missing:
         raise FileNotFoundError(
-            f"of {count} shards {len(missing)} are missing: {', '.join(map(str, missing[:10]))}. Encode them"
-            f" (--shard {missing[0]} --num-shards {count}) or name their folders too."
+            f"of {counted(count, 'shard')} {len(missing)} {'is' if len(missing) == 1 else 'are'} missing:"
+            f" {', '.join(map(str, missing[:10]))}. Encode what is missing (--shard {missing[0]} --num-shards {count})"
+            " or name its folder too."
         )
 
 
 def _shared(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in manifest.items() if key not in (*COUNTED, "shard")}
+    return {key: value for key, value in manifest.items() if key not in (*FINISHED, "shard")}
 
 
 def merge_shards(folders: Sequence[str | Path], output: str | Path, *, copy: bool = False) -> VectorFolder:
@@ -149,22 +167,26 @@ def merge_shards(folders: Sequence[str | Path], output: str | Path, *, copy: boo
     count = len(shards)
     blocks = sum(shard.manifest["blocks"] for shard in shards)
     manifest = _shared(shards[0].manifest)
-    dtype = manifest.pop("dtype")
+    dtype, files = manifest.pop("dtype"), manifest.pop("files", "npy")
     manifest.pop("format")
+    for shard in shards:
+        shard.check_files()
+        records = (read_record(shard.folder, number) for number in range(shard.manifest["blocks"]))
+        check_order(shard.folder, shard.manifest, map(sums_of, records))
     ids = Ids()
     put = _copy if copy else _link
-    with VectorWriter(output, manifest, dtype=dtype) as writer, tqdm(total=blocks, desc="blocks", disable=None) as bar:
+    bar = tqdm(total=blocks, desc="blocks", disable=None)
+    with VectorWriter(output, manifest, dtype=dtype, files=files) as writer, bar:
         for number in range(blocks):
             shard, local = shards[number % count], number // count
             if writer.has(number):
                 ids.add(number, writer.ids(number))
             else:
-                ids.add(number, check_block(shard.folder, local, shard.manifest))
+                ids.add(number, check_block(shard.folder, local, shard.manifest)["ids"])
                 with said_if_full(writer.partial):
                     # The record is last: with it the block counts.
-                    for ending in ("npy", "json"):
-                        put(shard.folder / f"block-{local:05d}.{ending}",
-                            writer.partial / f"block-{number:05d}.{ending}")  # fmt: skip
+                    for ending in (files, "json"):
+                        put(block_path(shard.folder, local, ending), block_path(writer.partial, number, ending))
             bar.update()
         ids.refuse_repeated(writer.ids)
         writer.finish(blocks)

@@ -84,6 +84,9 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     model, is_new = starting_model(config)
     resolved = _resolve(config, model, is_new, len(data))
     args = _arguments(config, resolved, model, data, working, evaluator)
+    if config.dev_data == NANOBEIR:
+        with args.main_process_first(local=False, desc="NanoBEIR"):
+            fetch_nanobeir(say)
     data, taught_by = _teach(config, resolved, data, args)
     with _working_folder(working, start) as checkpoint:
         trainer = _trainer(config, resolved, model, data, args, evaluator)
@@ -194,11 +197,13 @@ def _development_set(
     config: TrainConfig, data: TrainingData, evaluator: BaseEvaluator | None
 ) -> tuple[TrainingData, BaseEvaluator | None]:
     """The rows to train on, and what judges the model on others."""
-    from st_aggretriever.dev import DevEvaluator, Named, held_out
+    from st_aggretriever.dev import NANOBEIR, DevEvaluator, Named, held_out, nanobeir
 
     if not config.has_dev_set:
         return data, evaluator and Named(evaluator)
 
+    if config.dev_data == NANOBEIR:
+        return data, Named(nanobeir())
     if config.dev_data is not None:
         return data, DevEvaluator.on_folder(config.dev_data, config.dev_split, config.dev_metric)
     data, collection = held_out(data, config.dev_share, config.seed)

@@ -1,9 +1,10 @@
 """Vectors and ids on disk: blocks that are whole or absent, and a manifest that says what made them.
 
-A folder holds ``manifest.json`` and, for each block, ``block-00000.npy`` ((n, dim) float32 or float16) beside
-``block-00000.json`` (its ids, its checksum, and counts: texts that were cut, whose vector can't be folded, that were
-left out, and tokens). A block counts once its JSON file, which is written last, is there. Until all are there the
-folder is called ``NAME.partial``, and the process that writes it holds a lock on the file ``.lock`` in it.
+A folder holds ``manifest.json`` and, for each block, ``block-00000.npy`` ((n, dim) float32 or float16), or
+``block-00000.parquet`` (ids and vectors), beside ``block-00000.json`` (its ids, its checksums, and counts: texts that
+were cut, whose vector can't be folded, that were left out, and tokens). A block counts once its JSON file, which is
+written last, is there. Until all are there the folder is called ``NAME.partial``, and the process that writes it holds
+a lock on the file ``.lock`` in it.
 """
 
 from __future__ import annotations
@@ -12,25 +13,36 @@ import errno
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.folding import LexicalPart, fold_part
+from st_aggretriever.manifest import (
+    DTYPES,
+    FILES,
+    FINISHED,
+    FORMAT,
+    SUMMED,
+    blocks_hash,
+    counted,
+    ids_hash,
+    manifest_hash,
+    read_manifest,
+    read_record,
+    sums_of,
+)
+from st_aggretriever.parquet import read_parquet, rows_of_parquet, write_parquet
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SUMMED = ("truncated", "unfoldable", "tokens", "skipped")  # numbers of each block, whose sums the manifest holds
-COUNTED = ("rows", "blocks", *SUMMED)  # what the manifest says only when the folder is complete
-
-FORMAT = "st_aggretriever vectors, 1"
-DTYPES = ("float32", "float16")
 READ_BYTES = 320 * 2**20  # a search of a piece costs a selection, so large pieces are faster: 100,000 of 768 dimensions
 # What queries and documents must share to be compared, and how a refusal calls it.
 SHARED = {
@@ -50,21 +62,27 @@ class VectorWriter:
         folder: The final name; it must not exist.
         manifest: What made the vectors, plain JSON values. A started folder must have the same.
         dtype: ``"float32"`` or ``"float16"``, of the numbers on disk.
+        files: ``"npy"`` or ``"parquet"``, the form of a block.
 
     Raises:
-        ValueError: An unknown dtype, or the started folder has another manifest; the sentence names what differs.
+        ValueError: An unknown dtype or form, or the started folder has another manifest (what differs is named).
         FileExistsError: The folder exists.
         FileNotFoundError: The folder that shall hold it doesn't.
         BlockingIOError: Another process is writing it.
     """
 
-    def __init__(self, folder: str | Path, manifest: Mapping[str, Any], *, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: str | Path, manifest: Mapping[str, Any], *, dtype: str = "float32", files: str = "npy"
+    ) -> None:
         check_dtype(dtype)
+        if files not in FILES:
+            raise ValueError(f"vectors: files must be one of {', '.join(FILES)}, got {files!r}.")
         self.folder = Path(folder)
         check_output(self.folder)
         self.partial = partial_of(self.folder)
-        self.manifest = {"format": FORMAT, "dtype": dtype, **json.loads(json.dumps(manifest))}
-        self.dtype = dtype
+        form = {} if files == "npy" else {"files": files}
+        self.manifest = {"format": FORMAT, "dtype": dtype, **form, **json.loads(json.dumps(manifest))}
+        self.dtype, self.files = dtype, files
         self.partial.mkdir(exist_ok=True)
         self._lock: IO[Any] | None = lock_folder(self.partial)
         try:
@@ -99,7 +117,7 @@ class VectorWriter:
 
     def _check_started(self) -> None:
         started = read_manifest(self.partial)
-        started = {key: value for key, value in started.items() if key not in COUNTED}
+        started = {key: value for key, value in started.items() if key not in FINISHED}
         keys = [key for key in {**started, **self.manifest} if started.get(key) != self.manifest.get(key)]
         if keys:
             before, now = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys)
@@ -123,7 +141,7 @@ class VectorWriter:
 
     def write(self, number: int, ids: Sequence[str], vectors: np.ndarray, **counts: int | None) -> None:
         """Write one block, see :func:`write_block`."""
-        write_block(self.partial, number, ids, vectors, dtype=self.dtype, **counts)
+        write_block(self.partial, number, ids, vectors, dtype=self.dtype, files=self.files, **counts)
 
     def finish(self, blocks: int) -> dict[str, Any]:
         """Complete the manifest and give the folder its name; returns the manifest.
@@ -133,13 +151,16 @@ class VectorWriter:
         """
         rows = 0
         counts: dict[str, list[Any]] = {name: [] for name in SUMMED}
+        checksums = []
         for number in range(blocks):
             record = read_record(self.partial, number)
             rows += len(record["ids"])
+            checksums.append(sums_of(record))
             for name, values in counts.items():
                 values.append(record.get(name))
         sums = {name: None if None in values else sum(values) for name, values in counts.items()}
-        complete = {**self.manifest, "rows": rows, "blocks": blocks, **sums}
+        complete = {**self.manifest, "rows": rows, "blocks": blocks, **sums, "blocks_sha256": blocks_hash(checksums)}
+        complete["sha256"] = manifest_hash(complete)
         self._write_manifest(complete)
         self.partial.rename(self.folder)
         (self.folder / ".lock").unlink(missing_ok=True)
@@ -154,6 +175,7 @@ def write_block(
     vectors: np.ndarray,
     *,
     dtype: str,
+    files: str = "npy",
     truncated: int | None = None,
     unfoldable: int | None = None,
     tokens: int | None = None,
@@ -167,6 +189,7 @@ def write_block(
         ids: n strings.
         vectors: (n, dim) float32.
         dtype: ``"float32"`` or ``"float16"``, of the numbers on disk.
+        files: ``"npy"`` or ``"parquet"``.
         truncated: How many of the n texts were cut, None where that is unknown.
         unfoldable: Of how many the vector can't be folded, None where that is unknown.
         tokens: How many of the texts' tokens the model read, None where that is unknown.
@@ -187,11 +210,31 @@ def write_block(
         "skipped": skipped,
     }
     with said_if_full(folder):
-        with replacing(_vectors_path(folder, number), "wb") as file:
-            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(stored))
-            file.write(stored.data)  # not np.save, whose error doesn't say what is wrong
+        with replacing(block_path(folder, number, files), "wb") as file:
+            if files == "parquet":
+                write_parquet(file, ids, stored)
+            else:
+                _write_npy(file, stored)
         with replacing(_record_path(folder, number)) as file:
             json.dump(record, file, ensure_ascii=False)
+
+
+def _write_npy(file: IO[bytes], stored: np.ndarray) -> None:
+    # Not np.save, whose error doesn't say what is wrong.
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(stored))
+    file.write(stored.data)
+
+
+class Layout(NamedTuple):
+    """How the vectors of a folder lie on disk."""
+
+    dtype: str
+    dimension: int
+    files: str
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> Layout:
+        return cls(manifest["dtype"], manifest["dimension"], manifest.get("files", "npy"))
 
 
 class VectorFolder:
@@ -222,7 +265,8 @@ class VectorFolder:
         if "blocks" not in self.manifest:
             raise FileNotFoundError(f"{self.folder} is an unfinished encoding: run the same encode command again.")
         self.rows: int = self.manifest["rows"]
-        self.stored_dimension: int = self.manifest["dimension"]
+        self.layout = Layout.of(self.manifest)
+        self._checked = False
         self.ambiguous: dict[int, int] = {}
         self._fold: tuple[LexicalPart, int] | None = None
         if lexical_dim is not None:
@@ -242,7 +286,9 @@ class VectorFolder:
         part.check(lexical_dim)
         unfoldable = self.manifest.get("unfoldable")
         if part.depends_on_texts and unfoldable != 0:
-            found = "how many of its texts" if unfoldable is None else f"{unfoldable:,} of its {self.rows:,} texts"
+            found = (
+                "how many of its texts" if unfoldable is None else f"{unfoldable:,} of its {counted(self.rows, 'text')}"
+            )
             raise ValueError(
                 f"{self.folder} can't be folded: {found} have no token of positive weight"
                 f"{' is not known' if unfoldable is None else ''}, and under term_weight='identity' the sign of such a "
@@ -261,7 +307,7 @@ class VectorFolder:
     @property
     def size(self) -> int:
         """Bytes of the vectors on disk."""
-        return self.rows * self.stored_dimension * np.dtype(self.manifest["dtype"]).itemsize
+        return self.rows * self.layout.dimension * np.dtype(self.layout.dtype).itemsize
 
     def folding(self) -> str | None:
         """One sentence on what folding did to the vectors read so far; None where nothing is folded."""
@@ -276,6 +322,30 @@ class VectorFolder:
             "opposite sign"
         )
 
+    def check_files(self) -> None:
+        """Refuse files that aren't those the manifest counts, by their names and the numbers of rows they give.
+
+        No vector is read: whether these are unchanged is what :func:`st_aggretriever.verify.verify` tells.
+
+        Raises:
+            FileNotFoundError: A block's file is missing.
+            ValueError: A file too many, one that is broken, or other rows than the manifest says.
+        """
+        if self._checked:
+            return
+        if extra := extra_files(self.folder, self.manifest):
+            raise ValueError(
+                f"{self.folder} also holds {extra[0]}, but its manifest counts"
+                f" {counted(self.manifest['blocks'], 'block')}, from 0. Remove it, or encode again."
+            )
+        rows = sum(rows_of(block_path(self.folder, number, self.layout.files))
+                   for number in range(self.manifest["blocks"]))  # fmt: skip
+        if rows != self.rows:
+            raise ValueError(
+                f"{self.folder}: its blocks hold {counted(rows, 'row')}, its manifest says {self.rows:,}. Encode again."
+            )
+        self._checked = True
+
     def ids(self, number: int) -> list[str]:
         """The ids of a block."""
         ids: list[str] = read_record(self.folder, number)["ids"]
@@ -288,7 +358,7 @@ class VectorFolder:
             ValueError: The block isn't what the manifest says, for instance cut off; the sentence names the file.
             FileNotFoundError: It is missing.
         """
-        record, vectors = read_block(self.folder, number, self.manifest["dtype"], self.stored_dimension)
+        record, vectors = read_block(self.folder, number, self.layout)
         ids: list[str] = record["ids"]
         if self._fold is not None:
             vectors, ambiguous = fold_part(vectors, *self._fold)
@@ -304,7 +374,11 @@ class VectorFolder:
             dtype: ``"float16"`` rounds the numbers to half precision on the way, as an index of that dtype would
                 hold them; None takes them as stored.
             read_bytes: How much to join to one piece; a block on disk at least.
+
+        Raises:
+            ValueError, FileNotFoundError: As :meth:`check_files`, before the first, and :meth:`read`.
         """
+        self.check_files()
         at_once = max(1, read_bytes // max(1, self.manifest["block_size"] * self.dimension * 4))
         count = self.manifest["blocks"]
         groups = (range(start, min(start + at_once, count)) for start in range(0, count, at_once))
@@ -323,6 +397,7 @@ class VectorFolder:
 
     def load(self) -> tuple[list[str], np.ndarray]:
         """All ids and vectors, (rows, dim) float32, in memory."""
+        self.check_files()
         ids: list[str] = []
         vectors = np.empty((self.rows, self.dimension), np.float32)
         for block_ids, block in self.blocks():
@@ -378,23 +453,6 @@ def partial_of(folder: str | Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder, finished or not.
-
-    Raises:
-        ValueError: Broken JSON, or another format.
-    """
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is broken ({error}).") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise ValueError(f"{path} is not of the format {FORMAT!r}, but {found!r}.")
-    return manifest
-
-
 def to_dtype(ids: Sequence[str], vectors: np.ndarray, dtype: str) -> np.ndarray:
     """``vectors`` as float32 or rounded to float16, in one piece of memory.
 
@@ -448,49 +506,61 @@ def lock_folder(folder: Path) -> IO[Any]:
     return file
 
 
-def _vectors_path(folder: Path, number: int) -> Path:
-    return folder / f"block-{number:05d}.npy"
+def block_path(folder: Path, number: int, files: str = "npy") -> Path:
+    """The file of a block's vectors."""
+    return folder / f"block-{number:05d}.{files}"
 
 
 def _record_path(folder: Path, number: int) -> Path:
     return folder / f"block-{number:05d}.json"
 
 
-def read_record(folder: Path, number: int) -> dict[str, Any]:
-    """What is written beside a block's vectors.
+def extra_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Names of block files that don't belong to the manifest's blocks."""
+    name = re.compile(rf"block-(\d{{5,}})\.(?:{Layout.of(manifest).files}|json)")
+    found = ((path.name, name.fullmatch(path.name)) for path in folder.glob("block-*"))
+    return sorted(name for name, match in found if match is None or int(match[1]) >= manifest["blocks"])
+
+
+def blocks_there(folder: Path) -> int:
+    """One more than the highest number of a block of which a file is there."""
+    numbers = (path.stem.removeprefix("block-") for path in folder.glob("block-*.*"))
+    return max((int(number) + 1 for number in numbers if number.isascii() and number.isdecimal()), default=0)
+
+
+def rows_of(path: Path) -> int:
+    """How many vectors a block's file says it holds.
 
     Raises:
         FileNotFoundError: It is missing.
         ValueError: It is broken.
     """
-    path = _record_path(folder, number)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing. Encode again.")
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record["ids"], list) or not isinstance(record["sha256"], str):
-            raise ValueError("no list of ids and checksum")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is broken ({error}). Encode again.") from None
-    return record
+    with _named(path):
+        if path.suffix == ".parquet":
+            return rows_of_parquet(path)
+        with path.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("another version of the format than 1.0")
+            return int(np.lib.format.read_array_header_1_0(file)[0][0])
 
 
-def read_block(folder: Path, number: int, dtype: str, dimension: int) -> tuple[dict[str, Any], np.ndarray]:
-    """The record of a block and its vectors (n, dim), memory-mapped.
+def read_block(folder: Path, number: int, layout: Layout) -> tuple[dict[str, Any], np.ndarray]:
+    """The record of a block and its vectors (n, dim), memory-mapped where the file allows that.
 
     Raises:
         FileNotFoundError: One of its files is missing.
         ValueError: It is broken, or not of this dtype and dimension; the sentence names the file.
     """
     record = read_record(folder, number)
-    path = _vectors_path(folder, number)
-    expected = (np.dtype(dtype), (len(record["ids"]), dimension))
-    try:
-        vectors = np.load(path, mmap_mode="r" if record["ids"] else None, allow_pickle=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing. Encode again.") from None
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is broken ({error}). Encode again.") from None
+    path = block_path(folder, number, layout.files)
+    expected = (np.dtype(layout.dtype), (len(record["ids"]), layout.dimension))
+    with _named(path):
+        if layout.files == "parquet":
+            ids, vectors = read_parquet(path)
+            if ids != record["ids"]:
+                raise ValueError("its ids aren't those of the .json file beside it")
+        else:
+            vectors = np.load(path, mmap_mode="r" if record["ids"] else None, allow_pickle=False)
     if (vectors.dtype, vectors.shape) != expected:
         raise ValueError(
             f"{path} holds {vectors.dtype} {vectors.shape}, expected {expected[0]} {expected[1]}. Encode again."
@@ -498,9 +568,18 @@ def read_block(folder: Path, number: int, dtype: str, dimension: int) -> tuple[d
     return record, vectors
 
 
-def ids_hash(ids: Sequence[str]) -> str:
-    """SHA-256 of ids in their order."""
-    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What is wrong with a block's file as a sentence."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing. Encode again.") from None
+    except Exception as error:  # whatever numpy and pyarrow say of a damaged header, down to the tokenizer's errors
+        if isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"{path} is broken ({reason}). Encode again.") from None
 
 
 def _shown(value: Any) -> str:

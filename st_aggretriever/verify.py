@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from st_aggretriever.vectors import SUMMED, VectorFolder, ids_hash, partial_of, read_block, read_record
+from st_aggretriever.manifest import SUMMED, blocks_hash, counted, ids_hash, read_record, sums_of
+from st_aggretriever.parquet import read_parquet
+from st_aggretriever.vectors import Layout, VectorFolder, block_path, blocks_there, extra_files, partial_of, read_block
 
 
 class Fault(NamedTuple):
@@ -52,24 +54,42 @@ class Ids:
             start += count
 
 
-def check_block(folder: Path, number: int, manifest: Mapping[str, Any]) -> list[str]:
-    """The ids of a block, whose files are whole, of the manifest's dtype and dimension, unchanged and finite.
+def check_block(folder: Path, number: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a block, whose files are whole, of the manifest's dtype and dimension, unchanged and finite.
 
     Raises:
         ValueError: It isn't so; the sentence names the file.
         OSError: It is missing or can't be read.
     """
-    record, vectors = read_block(folder, number, manifest["dtype"], manifest["dimension"])
-    path = folder / f"block-{number:05d}.npy"
+    layout = Layout.of(manifest)
+    record, vectors = read_block(folder, number, layout)
+    path = block_path(folder, number, layout.files)
     ids: list[str] = record["ids"]
     if hashlib.sha256(np.ascontiguousarray(vectors).data).hexdigest() != record["sha256"]:
         raise ValueError(f"{path} was changed: its numbers don't give the checksum written beside them.")
-    if record.get("ids_sha256", found := ids_hash(ids)) != found:
+    if "ids_sha256" not in record:
+        raise ValueError(f"{path.with_suffix('.json')} has no checksum of its ids.")
+    if record["ids_sha256"] != ids_hash(ids):
         raise ValueError(f"{path.with_suffix('.json')} was changed: its ids don't give the checksum beside them.")
+    if absent := [name for name in SUMMED if name not in record]:
+        raise ValueError(f"{path.with_suffix('.json')} was changed: it has no {absent[0]!r}.")
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise ValueError(f"{path}: the vector of {ids[bad[0]]!r} is not finite (NaN or infinity).")
-    return ids
+    return record
+
+
+def check_order(folder: Path, manifest: Mapping[str, Any], sums: Iterable[tuple[str, str]]) -> None:
+    """Whether blocks of these checksums, in this order, are those that the folder was finished with.
+
+    Raises:
+        ValueError: They aren't, or the manifest doesn't say.
+    """
+    if manifest.get("blocks_sha256") != blocks_hash(sums):
+        raise ValueError(
+            f"{folder}: its blocks aren't those that it was finished with, or not in that order: the checksum in its"
+            " manifest is another one."
+        )
 
 
 def verify(folder: VectorFolder, *, model_hash: str | None = None) -> list[Fault]:
@@ -86,68 +106,68 @@ def verify(folder: VectorFolder, *, model_hash: str | None = None) -> list[Fault
             Fault(None, f"{folder.folder} was made by another model, {manifest['model']} "
                         f"({str(manifest['model_hash'])[:12]}), than the one named ({model_hash[:12]}).")
         )  # fmt: skip
-    ids = Ids()
+    faults += [
+        Fault(None, f"{folder.folder / name} is no file of the {counted(manifest['blocks'], 'block')} of its manifest.")
+        for name in extra_files(folder.folder, manifest)
+    ]
+    if "sha256" not in manifest:
+        faults.append(Fault(None, f"{folder.folder / 'manifest.json'} has no checksum of itself."))
+    ids, checksums = Ids(), []
     rows, sums = 0, dict.fromkeys(SUMMED, 0)
-    for number in tqdm(range(manifest["blocks"]), desc="blocks", disable=None):
+    whole = True
+    there = min(manifest["blocks"], blocks_there(folder.folder))
+    if there < manifest["blocks"]:  # said once: of a wrong manifest there may be any number
+        missing = counted(manifest["blocks"] - there, "block")
+        faults.append(Fault(there, f"{block_path(folder.folder, there, 'json')} is missing, and with it {missing}."))
+        whole = False
+    for number in tqdm(range(there), desc="blocks", disable=None):
         try:
-            keys = check_block(folder.folder, number, manifest)
-            record = read_record(folder.folder, number)
+            record = check_block(folder.folder, number, manifest)
         except (ValueError, OSError) as error:
             block = None if _is_of_another_manifest(folder.folder, number, manifest) else number
             faults.append(Fault(block, " ".join(str(error).split())))
+            whole = False
             continue
-        ids.add(number, keys)
-        rows += len(keys)
+        ids.add(number, record["ids"])
+        checksums.append(sums_of(record))
+        rows += len(record["ids"])
         for name in SUMMED:
             sums[name] += record.get(name) or 0
-    if not faults:
+    if whole:
         faults += _counts(folder, rows, sums)
     try:
+        if whole:
+            check_order(folder.folder, manifest, checksums)
         ids.refuse_repeated(folder.ids)
     except ValueError as error:
-        faults.append(Fault(None, f"{folder.folder}: {error}"))
+        where = "" if str(error).startswith(str(folder.folder)) else f"{folder.folder}: "
+        faults.append(Fault(None, f"{where}{error}"))
     return faults
 
 
 def _is_of_another_manifest(folder: Path, number: int, manifest: Mapping[str, Any]) -> bool:
     """Whether a block is unchanged, by its own checksum, but of other numbers than the manifest says: not its fault."""
+    layout = Layout.of(manifest)
+    path = block_path(folder, number, layout.files)
     try:
-        vectors = np.load(folder / f"block-{number:05d}.npy", allow_pickle=False)
+        vectors = read_parquet(path)[1] if layout.files == "parquet" else np.load(path, allow_pickle=False)
         unchanged = (
             hashlib.sha256(np.ascontiguousarray(vectors).data).hexdigest() == read_record(folder, number)["sha256"]
         )
-    except (ValueError, OSError, KeyError, EOFError):
+    except Exception:  # it is damaged, in whatever way
         return False
-    return unchanged and (vectors.dtype.name, vectors.shape[1:]) != (manifest["dtype"], (manifest["dimension"],))
+    return unchanged and (vectors.dtype.name, vectors.shape[1:]) != (layout.dtype, (layout.dimension,))
 
 
 def _counts(folder: VectorFolder, rows: int, sums: Mapping[str, int]) -> list[Fault]:
-    """Whether blocks, manifest and the collection's size agree."""
-    manifest = folder.manifest
-    said = {"rows": manifest["rows"], **{name: manifest.get(name) for name in SUMMED}}
+    """Whether blocks and manifest agree; whether the manifest and the collection do was asked when it was read."""
+    said = {"rows": folder.rows, **{name: folder.manifest.get(name) for name in SUMMED}}
     found = {"rows": rows, **sums}
-    faults = [
-        Fault(None, f"{folder.folder}: its blocks hold {found[name]:,} {name}, its manifest says {said[name]:,}.")
+    return [
+        Fault(None, f"{folder.folder}: {name} of its blocks: {found[name]:,}, of its manifest: {said[name]:,}.")
         for name in said
         if said[name] is not None and said[name] != found[name]
     ]
-    if "texts" in manifest:
-        number, count = manifest.get("shard", (0, 1))
-        texts, size = manifest["texts"], manifest["block_size"]
-        expected = texts_of(texts, size, range(number, -(-texts // size), count))
-        if rows + sums["skipped"] != expected:
-            left_out = sums["skipped"]
-            faults.append(
-                Fault(None, f"{folder.folder}: expected {expected:,} texts, got {rows:,} and {left_out:,} left out.")
-            )
-    return faults
-
-
-def texts_of(texts: int, block_size: int, blocks: range) -> int:
-    """How many of a collection's texts stand in some of its blocks."""
-    last = -(-texts // block_size) - 1
-    short = block_size * (last + 1) - texts if last in blocks else 0
-    return len(blocks) * block_size - short
 
 
 def reopen(folder: VectorFolder, faults: Sequence[Fault]) -> Path:
@@ -166,8 +186,8 @@ def reopen(folder: VectorFolder, faults: Sequence[Fault]) -> Path:
     if partial.exists():
         raise FileExistsError(f"{partial} exists. Remove it.")
     for number in sorted({fault.block for fault in faults if fault.block is not None}):
-        for ending in ("json", "npy"):  # without its record a block doesn't count
-            (folder.folder / f"block-{number:05d}.{ending}").unlink(missing_ok=True)
+        for ending in ("json", folder.layout.files):  # without its record a block doesn't count
+            block_path(folder.folder, number, ending).unlink(missing_ok=True)
     # Its name says so from now on; until then it is a folder with blocks missing, which every reader refuses.
     folder.folder.rename(partial)
     return partial

@@ -102,10 +102,41 @@ def test_what_does_not_fit_is_refused(folders: list[VectorFolder], tmp_path: Pat
     (tmp_path / "v.partial" / "manifest.json").write_text(json.dumps({"format": "other"}))
     with pytest.raises(ValueError, match="begun with other vectors or settings"):
         build_on_disk(folders, "IVF4,Flat", tmp_path / "v")
-    content = (path / "index.faiss").read_bytes()
-    (path / "index.faiss").write_bytes(content[:-9])
-    with pytest.raises(ValueError, match="index is damaged"):
-        OnDiskIndex(path, folders)
+
+
+@pytest.mark.parametrize("name", ["index.faiss", "lists.ivfdata", "ids.bin", "ids.npy", "manifest.json"])
+def test_damage_is_named_before_anything_is_mapped(folders: list[VectorFolder], tmp_path: Path, name: str) -> None:
+    path = build_on_disk(folders, "IVF4,Flat", tmp_path / "index") / name
+    content = path.read_bytes()
+    # Of the long lists only ids that can't be are seen: most of their bytes are numbers.
+    other = (b"\0" * 7 + b"\x7f" if name == "lists.ivfdata" else b"\xff") * len(content)
+    for damaged in (content[:-9], content[: len(content) // 2], b"", content + b"x", other[: len(content)]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{path} is (damaged: .*|not of the format.*)Build the index again"):
+            # What has the right size is found where it is read.
+            OnDiskIndex(path.parent, folders).search(QUERIES, ROWS, "nprobe=4")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} is missing|is no index on disk"):
+        OnDiskIndex(path.parent, folders)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": "x"}, "'rows' must be of the type int, got 'x'"),
+        ({"rows": 7}, "ids.npy is damaged"),
+        ({"bytes": {}}, "not None"),
+        ({"factory": None}, "'factory' must be"),
+        ({"format": "st_aggretriever index on disk, 1"}, "not of the format"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused(
+    folders: list[VectorFolder], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = build_on_disk(folders, "IVF4,Flat", tmp_path / "index") / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=words):
+        OnDiskIndex(path.parent, folders)
 
 
 def test_commands(folders: list[VectorFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

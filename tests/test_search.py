@@ -139,7 +139,7 @@ BAD_BLOCKS = {
     "type": ((["a"], [[1.0, 0.0]]), "got list"),
     "NaN": ((["a", "b"], floats([[1, 0], [np.nan, 0]])), "document 'b' is not finite"),
     "infinity": ((["a", "b"], floats([[1, 0], [0, -np.inf]])), "document 'b' is not finite"),
-    "ids too few": ((["a"], floats([[1, 0], [0, 1]])), "got 1 ids, 2 vectors"),
+    "ids too few": ((["a"], floats([[1, 0], [0, 1]])), "one id and one vector, got 1 and 2"),
     "id type": (([7], ONE), "ids must be strings"),
     "id twice": ((["a", "b", "a"], floats([[1, 0]] * 3)), "'a' occurs twice in a block"),
 }

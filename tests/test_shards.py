@@ -13,6 +13,7 @@ import pytest
 from st_aggretriever import bulk, vectors
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
+from st_aggretriever.manifest import manifest_hash
 from st_aggretriever.readers import corpus as corpus_module
 from st_aggretriever.readers.corpus import Corpus
 from st_aggretriever.retrieve import search_exactly
@@ -136,6 +137,36 @@ def test_a_bad_file_is_refused_before_anything_is_encoded(tmp_path: Path, conten
         encode_to_disk(model, Corpus(path), tmp_path / "out")
     assert model.batches == []
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("name", ["text", "title"])
+@pytest.mark.parametrize("value", [["x"], {"x": 1}, 1.5, True])
+def test_a_text_that_is_no_string_is_a_bad_row(tmp_path: Path, name: str, value: Any, skip: bool) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"_id": "1", "text": "a"}) + "\n" + json.dumps({"_id": "2", "text": "b", name: value}))
+    corpus = Corpus(path, skip_bad=skip)
+    if not skip:
+        with pytest.raises(ValueError, match=rf"c\.jsonl line 2: expected a string in '{name}', got "):
+            corpus.scan(5)
+        return
+    assert corpus.scan(5)[0] == 2
+    assert corpus.read(0).rows == [("1", "a")]
+    assert f"line 2: expected a string in '{name}'" in corpus.read(0).bad[0]
+
+
+def test_empty_texts_are_taken_as_evaluate_takes_them_but_not_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from st_aggretriever.readers.beir import read_corpus
+
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"text": "a"}, {"text": None}, {"text": None, "title": "t"}, {"text": " "}, {"text": "", "title": None}]
+    path.write_text("".join(json.dumps({"_id": str(n), **row}) + "\n" for n, row in enumerate(rows)))
+    assert read_all(Corpus(path), 3) == list(read_corpus(tmp_path))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"empty texts (null or blanks), encoded as such: 3, the first in {path} line 2"
+    ]
 
 
 def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
@@ -323,6 +354,12 @@ def damage(folder: Path, kind: str) -> str:
     if kind == "id":
         record.write_text(record.read_text().replace('"d', '"e', 1))
         return r"block-00001\.json was changed"
+    if kind == "header":
+        block.write_bytes(content.replace(b"'shape': (4", b"'shape':((4"))
+        return r"block-00001\.npy is broken"
+    if kind == "count":
+        record.write_text(record.read_text().replace("truncated", "tsuncated"))
+        return r"block-00001\.json was changed: it has no 'truncated'"
     if kind == "record":
         record.write_text(record.read_text()[:-9])
         return r"block-00001\.json is broken"
@@ -340,7 +377,7 @@ def damage(folder: Path, kind: str) -> str:
     raise AssertionError(kind)
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped", "id", "record", "missing", "nan"])
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "header", "id", "count", "record", "missing", "nan"])
 def test_damage_is_found_refused_and_mended(tmp_path: Path, kind: str) -> None:
     source = Source("texts", lambda: iter(ROWS))
     encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4)
@@ -357,11 +394,18 @@ def test_damage_is_found_refused_and_mended(tmp_path: Path, kind: str) -> None:
     assert files(tmp_path / "v") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("key", "value"), [("dimension", 81), ("dtype", "float16")])
-def test_a_wrong_manifest_costs_no_block(tmp_path: Path, key: str, value: object) -> None:
+def change(path: Path, changes: dict[str, Any], *, drop: tuple[str, ...] = ()) -> None:
+    """Hand-edit a manifest or a record so that its own checksum, if it had one, fits again."""
+    values = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if key not in drop}
+    if "sha256" in values and path.name == "manifest.json" and "sha256" not in changes:
+        values["sha256"] = manifest_hash(values)
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("changes", [{"dimension": 4, "parts": [["embedding", 4]]}, {"dtype": "float16"}])
+def test_a_wrong_manifest_costs_no_block(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=4).folder
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {key: value}))
+    change(folder / "manifest.json", changes)
     before = files(folder)
     faults = verify(VectorFolder(folder))
     assert faults
@@ -379,6 +423,203 @@ def test_a_block_of_which_nothing_is_left_has_the_others_width(tmp_path: Path) -
     assert [len(folder.read(number)[1]) for number in range(3)] == [1, 0, 1]
 
 
+BROKEN_MANIFESTS: list[tuple[dict[str, Any], str, str]] = [  # changes, what is dropped, what is said
+    ({"dtype": "foo"}, "", "'dtype' must be float32 or float16, got 'foo'"),
+    ({"dtype": ["float32"]}, "", "'dtype' must be"),
+    ({"blocks": "ten"}, "", "'blocks' must be a whole number from 0, got 'ten'"),
+    ({"blocks": 5}, "", "23 texts in blocks of 4 give 6 blocks, 'blocks' is 5"),
+    ({"blocks": True}, "", "'blocks' must be"),
+    ({"rows": None}, "", "'rows' must be"),
+    ({"rows": 22}, "", "expected 23 texts, got 22 rows and 0 left out"),
+    ({"block_size": 0}, "", "'block_size' must be a whole number from 1, got 0"),
+    ({"texts": "x"}, "", "'texts' must be"),
+    ({"texts": 10**30}, "", "'texts' must be"),
+    ({"texts": 10**9}, "", "'blocks' is 6"),
+    ({"skipped": "x"}, "", "'skipped' must be a whole number from 0 or null"),
+    ({"skipped": -1}, "", "'skipped' must be"),
+    ({"shard": "x"}, "", "'shard' must be two whole numbers"),
+    ({"shard": [2, 2]}, "", "'shard' must be"),
+    ({"parts": [["a", 1], ["b"]]}, "", "'parts' must be"),
+    ({"parts": [["a", 1]]}, "", "its parts have 1 dimension together, 'dimension' is 3"),
+    ({"dimension": 3.0}, "", "'dimension' must be"),
+    ({"lexical": {"start": 0}}, "", "'lexical' must be an object of start, width"),
+    ({"windows": 7}, "", "'windows' must be"),
+    ({"length": 0}, "", "'length' must be"),
+    ({"files": "zip"}, "", "'files' must be npy or parquet"),
+    ({"sha256": "0" * 64}, "", "manifest.json was changed"),
+    ({}, "model_hash", "it has no 'model_hash'"),
+    ({}, "parts", "it has no 'parts'"),
+    ({}, "side", "it has no 'side'"),
+    ({}, "rows", "it has no 'rows'"),
+    ({}, "blocks", "it has no 'blocks'"),
+    ({}, "format", "is not of the format"),
+]
+BROKEN_RECORDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"skipped": "x"}, "", "'skipped' must be"),
+    ({"ids": "x"}, "", "'ids' must be a list of strings"),
+    ({"ids": [1, 2, 3, 4]}, "", "'ids' must be a list of strings"),
+    ({"sha256": 7}, "", "'sha256' must be a SHA-256"),
+    ({"ids_sha256": None}, "", "'ids_sha256' must be"),
+    ({"truncated": 1.5}, "", "'truncated' must be"),
+    ({"tokens": "x"}, "", "'tokens' must be"),
+    ({}, "ids", "it has no 'ids'"),
+    ({}, "sha256", "it has no 'sha256'"),
+]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "block-00001.json"])
+def test_what_cannot_be_is_one_sentence_of_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source = Source("texts", lambda: iter(ROWS))
+    folder = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4).folder
+    encode_to_disk(Letters(), source, tmp_path / "q", side="query")
+    whole, shards = str(folder), str(encode_shards(tmp_path / "shards", 1))
+    search = ["search", "--index", whole, "--queries", str(tmp_path / "q"), "--run", str(tmp_path / "run")]
+    commands = (["verify", whole], ["verify", shards], ["merge", shards, "--output", str(tmp_path / "m")], search)
+    broken = [folder / name, tmp_path / "shards" / "shard-00000-of-00001" / name]
+    kept = [path.read_text() for path in broken]
+    for content, words in (("", "is broken"), ("[" * 100_000, "is broken"), ("[1]", "expected an object, got list")):
+        for path in broken:
+            path.write_text(content)
+        for command in commands:
+            assert_refused(command, words, name, capsys)
+    for changes, dropped, words in BROKEN_MANIFESTS if name == "manifest.json" else BROKEN_RECORDS:
+        for path, text in zip(broken, kept, strict=True):
+            path.write_text(text)
+            change(path, changes, drop=(dropped,))
+        for command in commands:
+            if not (name == "manifest.json" and "shard" in changes and command[1] == whole):
+                assert_refused(command, words, name, capsys)
+    for path, text in zip(broken, kept, strict=True):
+        path.write_text(text)
+    for command in commands:
+        assert main(command) == 0
+
+
+def assert_refused(command: list[str], words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(command) == 2, (command, words)
+    captured = capsys.readouterr()
+    said = captured.out if command[0] == "verify" else captured.err
+    assert words in said
+    assert name in said
+    assert captured.err.count("\n") == 1 + (command[0] == "search" and "warning" in captured.err)
+
+
+def swap(folder: Path, one: int, other: int) -> None:
+    for ending in ("npy", "json"):
+        paths = [folder / f"block-{number:05d}.{ending}" for number in (one, other)]
+        paths[0].rename(folder / "aside")
+        paths[1].rename(paths[0])
+        (folder / "aside").rename(paths[1])
+
+
+def test_verify_notices_what_each_block_alone_does_not_show(tmp_path: Path) -> None:
+    def faults(name: str) -> list[str]:
+        found = verify(VectorFolder(tmp_path / name))
+        assert [fault.block for fault in found] == [1 if name == "ids" else None] * len(found)
+        return [fault.sentence for fault in found]
+
+    folders = {}
+    for name in ("swapped", "ids", "extra", "setting", "unsigned"):
+        source = Source("texts", lambda: iter(ROWS))
+        folders[name] = encode_to_disk(Letters(), source, tmp_path / name, block_size=4).folder
+        assert faults(name) == []
+    swap(folders["swapped"], 0, 2)
+    assert len(faults("swapped")) == 1
+    assert "blocks aren't those that it was finished with, or not in that order" in faults("swapped")[0]
+    change(folders["ids"] / "block-00001.json", {}, drop=("ids_sha256",))
+    assert "block-00001.json has no checksum of its ids" in faults("ids")[0]
+    for name in ("block-00006.npy", "block-00006.json", "block-99.npy"):
+        (folders["extra"] / name).write_bytes((folders["extra"] / "block-00000.json").read_bytes())
+    extra = [sentence.partition(" is no file of the 6 blocks of its manifest.") for sentence in faults("extra")]
+    assert [Path(name).name for name, _, _ in extra] == ["block-00006.json", "block-00006.npy", "block-99.npy"]
+    manifest = folders["setting"] / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"length": null', '"length": 64'))
+    with pytest.raises(ValueError, match=r"manifest\.json was changed: its values don't give the checksum in it"):
+        VectorFolder(folders["setting"])
+    change(folders["unsigned"] / "manifest.json", {"length": 64}, drop=("sha256", "blocks_sha256"))
+    assert [sentence.partition(": ")[2] or sentence[-27:] for sentence in faults("unsigned")] == [
+        " has no checksum of itself.",
+        "its blocks aren't those that it was finished with, or not in that order: the checksum in its manifest is"
+        " another one.",
+    ]  # fmt: skip
+
+
+def test_missing_blocks_at_the_end_are_said_once_and_mended(tmp_path: Path) -> None:
+    source = Source("texts", lambda: iter(ROWS))
+    folder = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
+    before = files(folder.folder)
+    for name in ("block-00004", "block-00005"):
+        for ending in ("npy", "json"):
+            (folder.folder / f"{name}.{ending}").unlink()
+    faults = verify(folder)
+    assert [fault.block for fault in faults] == [4]
+    assert faults[0].sentence.endswith("block-00004.json is missing, and with it 2 blocks.")
+    reopen(folder, faults)
+    assert files(encode_to_disk(Letters(), source, tmp_path / "v", block_size=4).folder) == before
+    change(tmp_path / "v" / "manifest.json", {"blocks": 10**15}, drop=("texts",))
+    assert len(verify(VectorFolder(tmp_path / "v"))) == 1
+
+
+def test_merge_refuses_blocks_in_another_order(tmp_path: Path) -> None:
+    shards = encode_shards(tmp_path / "shards")
+    swap(shards / "shard-00000-of-00002", 0, 1)
+    with pytest.raises(ValueError, match="shard-00000-of-00002: its blocks aren't those that it was finished with"):
+        merge_shards([shards], tmp_path / "v")
+    assert not (tmp_path / "v.partial").exists()
+
+
+def test_search_compares_the_manifests_counts_with_the_files(tmp_path: Path) -> None:
+    """Of vectors that come without the number of their collection's texts, which would contradict the manifest."""
+
+    def made(name: str, **changes: Any) -> VectorFolder:
+        folder = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / name, block_size=4).folder
+        change(folder / "manifest.json", changes, drop=("texts",))
+        return VectorFolder(folder)
+
+    queries = np.ones((1, 3), np.float32)
+    for name, changes, sentence in (
+        ("rows", {"rows": 24}, r"rows: its blocks hold 23 rows, its manifest says 24"),
+        ("few", {"blocks": 5}, r"few also holds block-00005\.json, but its manifest counts 5 blocks"),
+        ("many", {"blocks": 7}, r"block-00006\.npy is missing"),
+        ("huge", {"blocks": 10**15}, r"block-00006\.npy is missing"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+            search_exactly(made(name, **changes), queries, 3)
+        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+            VectorFolder(tmp_path / name).load()
+    right = made("right")
+    record = right.folder / "block-00001.json"
+    change(record, {"ids": json.loads(record.read_text())["ids"][:-1]})
+    with pytest.raises(ValueError, match=r"block-00001\.npy holds float32 \(4, 3\), expected float32 \(3, 3\)"):
+        search_exactly(right, queries, 3)
+
+
+def test_verify_goes_on_past_a_missing_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = encode_shards(tmp_path / "shards", 4)
+    names = [shards / f"shard-0000{number}-of-00004" for number in (0, 2, 3, 1)]
+    names[0].rename(tmp_path / "away")
+    (names[1] / "manifest.json").write_text("{}")
+    sentence = damage(names[3], "flipped")
+    assert main(["verify", str(shards)]) == 2
+    captured = capsys.readouterr()
+    assert "shard-00000-of-00004 is no folder of vectors" in captured.out
+    assert "manifest.json is not of the format" in captured.out
+    assert "shard-00003-of-00004: 4 document vectors of 3 dimensions in 1 block: right" in captured.out
+    assert re.search(sentence, captured.out)
+    assert captured.err == "st-aggretriever: verify: 3 faults in 4 folders. See above.\n"
+    (names[2] / "block-00009.npy").touch()
+    assert main(["verify", str(shards), "--mend"]) == 2  # what can't be mended doesn't keep it from the others
+    assert "shard-00003-of-00004 can't be mended" in capsys.readouterr().out
+    assert (names[3].with_name(f"{names[3].name}.partial")).is_dir()
+    names[3].with_name(f"{names[3].name}.partial").rename(names[3])
+    (names[2] / "block-00009.npy").unlink()
+    assert main(["verify", *map(str, names[2:])]) == 2
+    assert "of 4 shards 2 are missing: 0, 2." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
 def test_merge_refuses_a_damaged_shard_and_goes_on_once_it_is_mended(tmp_path: Path, kind: str) -> None:
     shards = encode_shards(tmp_path / "shards")
@@ -386,7 +627,8 @@ def test_merge_refuses_a_damaged_shard_and_goes_on_once_it_is_mended(tmp_path: P
     sentence = damage(one.folder, kind)
     with pytest.raises((ValueError, OSError), match=sentence):
         merge_shards([shards], tmp_path / "v")
-    assert (tmp_path / "v.partial" / "block-00000.json").exists()
+    begun = (tmp_path / "v.partial" / "block-00000.json").exists()
+    assert begun == (kind != "missing")  # which is seen before the first block
     reopen(one, verify(one))
     with pytest.raises(FileNotFoundError, match=r"shard-00001-of-00002\.partial is an unfinished encoding"):
         merge_shards([shards], tmp_path / "v")
@@ -399,15 +641,15 @@ def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     shards = encode_shards(tmp_path / "shards", 3)
     names = [f"shard-0000{number}-of-00003" for number in range(3)]
     with pytest.raises(
-        FileNotFoundError, match=r"of 3 shards 1 are missing: 1\. Encode them \(--shard 1 --num-shards 3"
+        FileNotFoundError, match=r"of 3 shards 1 is missing: 1\. Encode what is missing \(--shard 1 --num-s"
     ):
         open_shards([shards / names[0], shards / names[2]])
     with pytest.raises(ValueError, match="are the same shard, 1 of 3"):
         open_shards([shards / names[0], shards / names[1], shards / names[1]])
     manifest = shards / names[2] / "manifest.json"
-    for key in ("model_hash", "source_sha256", "dtype"):
+    for key, value in (("model_hash", "other"), ("source_sha256", "other"), ("dtype", "float16")):
         kept = manifest.read_text()
-        manifest.write_text(json.dumps(json.loads(kept) | {key: "other"}))
+        change(manifest, {key: value})
         with pytest.raises(ValueError, match=f"are no shards of one encoding: their {key} differ"):
             open_shards([shards])
         manifest.write_text(kept)
@@ -432,10 +674,8 @@ def test_an_id_in_two_blocks_is_found(tmp_path: Path) -> None:
 def test_counts_and_the_model_are_checked(tmp_path: Path) -> None:
     folder = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=5)
     assert "was made by another model" in verify(folder, model_hash="0" * 64)[0].sentence
-    folder.manifest["rows"] += 1
-    assert "its blocks hold 23 rows, its manifest says 24" in verify(folder)[0].sentence
-    folder.manifest |= {"rows": 23, "texts": 24}
-    assert "expected 24 texts, got 23 and 0 left out" in verify(folder)[0].sentence
+    folder.rows += 1
+    assert "rows of its blocks: 23, of its manifest: 24" in verify(folder)[0].sentence
 
 
 def test_a_second_writer_is_refused_and_the_first_loses_nothing(tmp_path: Path) -> None:
@@ -474,6 +714,75 @@ def test_a_full_disk_is_said_and_the_finished_blocks_stay(tmp_path: Path, monkey
     folder = encode_to_disk(model, source, tmp_path / "v", block_size=4)
     assert sum(map(len, model.batches[1:])) == len(ROWS) - 8
     assert files(folder.folder) == files(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parquet out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_blocks_of_parquet_hold_the_same_and_do_all_that_others_do(tmp_path: Path, dtype: str) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source = Source("texts", lambda: iter(ROWS))
+    plain = encode_to_disk(Letters(), source, tmp_path / "plain", block_size=4, dtype=dtype)
+    whole = encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4, dtype=dtype, files="parquet")
+    table = parquet.read_table(whole.folder / "block-00005.parquet")
+    kind = {"float32": "float", "float16": "halffloat"}[dtype]
+    assert str(table.schema.field("vector").type) == f"fixed_size_list<element: {kind}>[3]"
+    assert table["id"].to_pylist() == ["d20", "d21", "d22"]
+    assert [list(map(float, row)) for row in table["vector"].to_pylist()] == plain.load()[1][20:].tolist()
+    assert [part.tolist() for part in map(np.asarray, whole.load())] == [
+        part.tolist() for part in map(np.asarray, plain.load())
+    ]
+    for number in range(6):  # checksums are of the numbers
+        name = f"block-{number:05d}.json"
+        assert (whole.folder / name).read_bytes() == (plain.folder / name).read_bytes()
+    assert verify(whole) == []
+    shards = encode_shards(tmp_path / "shards", dtype=dtype, files="parquet")
+    merged = merge_shards([shards], tmp_path / "merged")
+    assert files(merged.folder) == files(whole.folder)
+    queries = np.ones((1, 3), np.float32)
+    assert search_exactly(merged, queries, 5).ids.tolist() == search_exactly(plain, queries, 5).ids.tolist()
+    with pytest.raises(ValueError, match="files must be one of npy, parquet, got 'zip'"):
+        encode_to_disk(Letters(), source, tmp_path / "no", files="zip")
+
+
+@pytest.mark.parametrize("kind", ["truncated", "empty", "flipped", "other ids", "missing", "npy"])
+def test_damaged_parquet_is_found_and_mended(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("pyarrow")
+    from st_aggretriever.parquet import write_parquet
+
+    source = Source("texts", lambda: iter(ROWS))
+    folder = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4, files="parquet")
+    before = files(folder.folder)
+    path = folder.folder / "block-00001.parquet"
+    vectors = folder.read(1)[1].copy()
+    content = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "npy":
+        path.write_bytes(b"\x93NUMPY" + content)
+    elif kind in ("truncated", "empty"):
+        path.write_bytes(content[: len(content) // 2] if kind == "truncated" else b"")
+    else:
+        with path.open("wb") as file:
+            ids = [f"{'e' if kind == 'other ids' else 'd'}{number}" for number in range(4, 8)]
+            write_parquet(file, ids, vectors if kind == "other ids" else vectors + 1)
+    faults = verify(folder)
+    assert [fault.block for fault in faults] == [1]
+    assert "block-00001.parquet" in faults[0].sentence
+    reopen(folder, faults)
+    assert files(encode_to_disk(Letters(), source, folder.folder, block_size=4, files="parquet").folder) == before
+
+
+def test_a_block_of_no_rows_fits_into_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"_id": "a", "text": "one"}\n{broken\n')
+    options: dict[str, Any] = {"block_size": 1, "skip_bad": True, "files": "parquet"}
+    folder = encode_to_disk(Letters(), Corpus(path, skip_bad=True), tmp_path / "v", **options)
+    assert verify(folder) == []
+    assert folder.load()[0] == ["a"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,13 +834,15 @@ def test_commands_over_shards_and_a_pool(
     assert main(["merge", shards, "--output", merged]) == 0
     assert files(Path(merged)) == files(Path(whole))
     assert main(["verify", shards, merged, "--model", models[0]]) == 2
-    assert "is no shard, but" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out.count(": right\n") == 3
+    assert "is no shard, but" in captured.out
     assert main(["verify", shards, "--model", models[0]]) == 0
     assert capsys.readouterr().out.count(": right\n") == 2
     assert main(["verify", merged, "--model", models[1]]) == 2
     captured = capsys.readouterr()
     assert "was made by another model" in captured.out
-    assert "verify: 1 faults in 1 folders" in captured.err
+    assert "verify: 1 fault in 1 folder" in captured.err
     queries = str(tmp_path / "queries")
     assert main(["encode", *shared, "--side", "query", "--output", queries]) == 0
     runs = []

@@ -33,6 +33,13 @@ def add_encode(commands: argparse._SubParsersAction) -> None:
         "--dtype", choices=("float32", "float16"), default="float32", help="on disk (default: %(default)s)"
     )
     encode.add_argument(
+        "--output-format",
+        choices=("npy", "parquet"),
+        default="npy",
+        help="form of a block: npy, which search maps into memory, or parquet with the columns id and vector "
+        "(default: %(default)s)",
+    )
+    encode.add_argument(
         "--block-size", type=int, default=20_000, metavar="N", help="texts a block (default: %(default)s)"
     )
     encode.add_argument(
@@ -63,6 +70,8 @@ def add_encode(commands: argparse._SubParsersAction) -> None:
 
 def _encode(args: argparse.Namespace) -> None:
     from st_aggretriever.bulk import encode_to_disk, prepare_output
+    from st_aggretriever.manifest import counted
+    from st_aggretriever.parquet import load_pyarrow
     from st_aggretriever.readers.corpus import Corpus
 
     if args.side == "query" and args.windows is not None:
@@ -76,8 +85,11 @@ def _encode(args: argparse.Namespace) -> None:
         "model_name": args.model,
         "shard": shard,
         "skip_bad": args.bad_rows == "skip",
+        "files": args.output_format,
         "report": lambda line: print(line, flush=True),
     }
+    if args.output_format == "parquet":
+        load_pyarrow()
     prepare_output(args.output, shard)  # before the model loads
     corpus = Corpus(*args.corpus, side=args.side, skip_bad=options["skip_bad"])
     if args.engine == "ray":
@@ -89,19 +101,16 @@ def _encode(args: argparse.Namespace) -> None:
         devices = _devices(args)
         folder = encode_to_disk(_shaped_model(args, args.device), corpus, args.output, devices=devices, **options)
     made = folder.manifest
-    print(
-        f"wrote {folder.folder}: {made['rows']:,} {args.side} vectors of {made['dimension']} dimensions, "
-        f"{made['dtype']}, {folder.size / 1e6:,.1f} MB, {made['blocks']} blocks"
-    )
+    print(f"wrote {folder.folder}: {_written(folder)}")
     cut = "unknown" if made["truncated"] is None else f"{made['truncated']:,}"
     if made["windows"]:
         print("documents read whole, in windows of {window} tokens that share {overlap}, [CLS]: {cls}".format(
             **made["windows"]))  # fmt: skip
     else:
-        print(f"texts cut at {made['length']} tokens: {cut}")
+        print("length unknown" if made["length"] is None else f"texts cut at {counted(made['length'], 'token')}: {cut}")
     print(f"prompt: {made['prompt']!r}")
     if made["skipped"]:
-        print(f"left out: {made['skipped']:,} {args.side}s that could not be read or encoded")
+        print(f"left out: {counted(made['skipped'], args.side)} that could not be read or encoded")
     if made["lexical"] and made["unfoldable"] != 0:
         found = "not known" if made["unfoldable"] is None else f"{made['unfoldable']:,}"
         print(f"texts without a positive term weight: {found}; these vectors can't be folded")
@@ -151,6 +160,8 @@ def _devices(args: argparse.Namespace) -> list[str]:
         return []
     import torch
 
+    from st_aggretriever.manifest import counted
+
     if args.workers < 1:
         raise ValueError(f"encode: --workers must be at least 1, got {args.workers}.")
     count = torch.cuda.device_count()
@@ -161,7 +172,7 @@ def _devices(args: argparse.Namespace) -> list[str]:
         return ["cpu"] * args.workers
     if args.workers > count:
         raise ValueError(
-            f"encode: --workers {args.workers}, but this machine has {count} GPUs. Use --device cpu there."
+            f"encode: --workers {args.workers}, but this machine has {counted(count, 'GPU')}. Use --device cpu there."
         )
     args.device = "cpu"
     return [f"cuda:{number}" for number in range(args.workers)]
@@ -187,29 +198,59 @@ def add_verify(commands: argparse._SubParsersAction) -> None:
 
 def _verify(args: argparse.Namespace) -> None:
     from st_aggretriever.encoding import model_hash
-    from st_aggretriever.shards import open_shards
+    from st_aggretriever.manifest import counted
+    from st_aggretriever.shards import find_folders, in_order
+    from st_aggretriever.vectors import VectorFolder
     from st_aggretriever.verify import reopen, verify
 
-    folders = open_shards(args.folders)
+    paths = find_folders(args.folders)
     expected = None
     if args.model is not None:
         expected = model_hash(load_model(args.model, "cpu", args.trust_remote_code), quantize=False)
-    faults = 0
-    for folder in folders:
+    opened, faults = [], 0
+    for path in paths:  # each, whatever is wrong with the others
+        try:
+            folder = VectorFolder(path)
+        except (ValueError, OSError) as error:
+            faults += 1
+            print(" ".join(str(error).split()), flush=True)
+            continue
+        opened.append(folder)
         found = verify(folder, model_hash=expected)
         faults += len(found)
         for fault in found:
             print(fault.sentence)
-        made = folder.manifest
+        what = counted(len(found), "fault") if found else "right"
         print(
-            f"{folder.folder}: {made['rows']:,} {made['side']} vectors of {made['dimension']} dimensions in "
-            f"{made['blocks']:,} blocks: {f'{len(found):,} faults' if found else 'right'}",
-            flush=True,
+            f"{folder.folder}: {_made_of(folder)} in {counted(folder.manifest['blocks'], 'block')}: {what}", flush=True
         )
         if found and args.mend:
-            print(f"its good blocks are in {reopen(folder, found)}: run the same encode command again")
+            try:
+                print(f"its good blocks are in {reopen(folder, found)}: run the same encode command again")
+            except (ValueError, OSError) as error:
+                print(error)
+    if len(opened) == len(paths):
+        try:
+            in_order(opened)
+        except (ValueError, OSError) as error:
+            faults += 1
+            print(error)
     if faults:
-        raise ValueError(f"verify: {faults:,} faults in {len(folders):,} folders. See above.")
+        raise ValueError(f"verify: {counted(faults, 'fault')} in {counted(len(paths), 'folder')}. See above.")
+
+
+def _written(folder: Any) -> str:
+    from st_aggretriever.manifest import counted
+
+    size = f"{folder.layout.dtype}, {folder.size / 1e6:,.1f} MB"
+    return f"{_made_of(folder)}, {size}, {counted(folder.manifest['blocks'], 'block')}"
+
+
+def _made_of(folder: Any) -> str:
+    from st_aggretriever.manifest import counted
+
+    made = folder.manifest
+    return f"{counted(folder.rows, made['side'] + ' vector')} of {counted(made['dimension'], 'dimension')}"
 
 
 def add_merge(commands: argparse._SubParsersAction) -> None:
@@ -230,11 +271,7 @@ def _merge(args: argparse.Namespace) -> None:
     from st_aggretriever.shards import merge_shards
 
     folder = merge_shards(args.folders, args.output, copy=args.copy)
-    made = folder.manifest
-    print(
-        f"wrote {args.output}: {made['rows']:,} {made['side']} vectors of {made['dimension']} dimensions, "
-        f"{made['dtype']}, {folder.size / 1e6:,.1f} MB, {made['blocks']:,} blocks"
-    )
+    print(f"wrote {args.output}: {_written(folder)}")
 
 
 def add_search(commands: argparse._SubParsersAction) -> None:
@@ -315,6 +352,7 @@ def _search(args: argparse.Namespace) -> None:
     from st_aggretriever.approximate import build_index, load_index, save_index, search_approximately
     from st_aggretriever.atomic import replacing
     from st_aggretriever.evaluation.runs import check_run_id, run_lines
+    from st_aggretriever.manifest import counted
     from st_aggretriever.shard_search import ShardSearch
     from st_aggretriever.shards import open_shards
     from st_aggretriever.vectors import VectorFolder
@@ -358,10 +396,12 @@ def _search(args: argparse.Namespace) -> None:
             print(folder.folding())
     with replacing(args.run) as file:
         file.writelines(run_lines(retrieve.rankings_of(query_ids, hits), args.format))
-    print(f"run written to {args.run}: {len(query_ids):,} queries, up to {hits.ids.shape[1]:,} hits each")
+    most = counted(hits.ids.shape[1], "hit")
+    print(f"run written to {args.run}: {counted(len(query_ids), 'query')}, up to {most} each")
 
 
 def _search_on_disk(args: argparse.Namespace, folders: Any, vectors: Any) -> Any:
+    from st_aggretriever.manifest import counted
     from st_aggretriever.ondisk import search_on_disk
     from st_aggretriever.retrieve import recall
     from st_aggretriever.search import Hits
@@ -374,7 +414,7 @@ def _search_on_disk(args: argparse.Namespace, folders: Any, vectors: Any) -> Any
         with ShardSearch(folders, workers=args.workers, backend=args.backend, device=args.device) as shards:
             exact = shards.search(vectors[:sample], args.top_k)
         found = recall(Hits(hits.scores[:sample], hits.ids[:sample]), exact)
-        line += f", recall of the exact {exact.ids.shape[1]} {found:.4f} on {sample:,} queries"
+        line += f", recall of the exact {exact.ids.shape[1]} {found:.4f} on {counted(sample, 'query')}"
     print(f"{line}, seconds {report['seconds']}")
     return hits
 
@@ -398,6 +438,7 @@ def add_index(commands: argparse._SubParsersAction) -> None:
 
 
 def _index(args: argparse.Namespace) -> None:
+    from st_aggretriever.manifest import counted
     from st_aggretriever.ondisk import build_on_disk
     from st_aggretriever.shards import open_shards
 
@@ -406,4 +447,5 @@ def _index(args: argparse.Namespace) -> None:
     folders = open_shards(args.vectors)
     path = build_on_disk(folders, args.factory, args.output, training_vectors=args.training_vectors)
     size = sum(file.stat().st_size for file in path.iterdir())
-    print(f"wrote {path}: {sum(folder.rows for folder in folders):,} vectors in {args.factory}, {size / 1e6:,.1f} MB")
+    rows = counted(sum(folder.rows for folder in folders), "vector")
+    print(f"wrote {path}: {rows} in {args.factory}, {size / 1e6:,.1f} MB")

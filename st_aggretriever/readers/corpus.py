@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
+import logging
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from st_aggretriever.readers.text import (
     open_plain,
     text_of,
 )
+
+logger = logging.getLogger(__name__)
 
 ENDINGS = (".jsonl", ".tsv", ".parquet")  # of the files in a folder that are read, also with .gz and .zst
 ID_FIELDS = ("_id", "id", "docid", "pid")
@@ -97,7 +100,8 @@ class Corpus:
         self.block_size, self._starts, self._stream = block_size, [], None
         digest = hashlib.sha256()
         keys = array("Q")
-        count = 0
+        count = empty = 0
+        first = ""
         with tqdm(desc="reading", unit="text", disable=None) as bar:
             for number, file in enumerate(self.files):
                 offset = file.header
@@ -107,7 +111,10 @@ class Corpus:
                         bar.update(count - bar.n)
                     if wanted(count // block_size):
                         try:
-                            keys.append(hash_of(file.parse(raw, row)[0]))
+                            key, text = file.parse(raw, row)
+                            keys.append(hash_of(key))
+                            if not text.strip():
+                                empty, first = empty + 1, first or file.where(row)
                         except ValueError:
                             if not self.skip_bad:
                                 raise
@@ -116,6 +123,8 @@ class Corpus:
                 digest.update(f"{file.form} {file.sha256}".encode())
         if not count:
             raise ValueError(f"{self.name} holds no text.")
+        if empty:  # as evaluate takes them: a collection may hold empty texts
+            logger.warning("empty texts (null or blanks), encoded as such: %d, the first in %s", empty, first)
         self._refuse_repeated(np.frombuffer(keys, np.uint64), wanted)
         return count, digest.hexdigest()
 
@@ -225,7 +234,7 @@ class _File:
                         yield line
         except BROKEN as error:
             raise ValueError(
-                f"{self._where(at + 1)}: broken {self.packed} data ({error}). Fetch the file again."
+                f"{self.where(at + 1)}: broken {self.packed} data ({error}). Fetch the file again."
             ) from None
         if digest is not None:
             self.sha256 = digest.hexdigest()
@@ -266,9 +275,10 @@ class _File:
                 return _of_record(json_object(line), titles=self.titles)
             return _of_columns(line, with_title=self.form == "dpr")
         except ValueError as error:
-            raise ValueError(f"{self._where(row)}: {error}") from None
+            raise ValueError(f"{self.where(row)}: {error}") from None
 
-    def _where(self, row: int) -> str:
+    def where(self, row: int) -> str:
+        """File and line, for sentences."""
         return f"{self.path} {'row' if self.form == 'parquet' else 'line'} {row + 1 + (self.header > 0)}"
 
 
