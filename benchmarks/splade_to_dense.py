@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, required=True, help="pairs to draw from each file")
     parser.add_argument("--data", nargs="+", required=True, help="folders in BEIR's layout")
     parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--steps", type=int, default=1400, help="of 16 pairs (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of 16 pairs (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="(default: %(default)s)")
     parser.add_argument("--query-length", type=int, default=64, help="tokens in search (default: %(default)s)")
     parser.add_argument("--document-length", type=int, default=256, help="tokens in search (default: %(default)s)")
