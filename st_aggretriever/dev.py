@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sentence_transformers.base.evaluation import BaseEvaluator
 
 from st_aggretriever.evaluation.beir import Collection, evaluate_collection, read_collection
+from st_aggretriever.evaluation.beir_sets import NANO
+from st_aggretriever.evaluation.download import fetch
+from st_aggretriever.evaluation.evaluator import BeirEvaluator
 
 if TYPE_CHECKING:
     from st_aggretriever.readers.training import TrainingData
 
 METRICS = ("RR@10", "nDCG@10")
+NANOBEIR = "nanobeir"  # as dev_data; ./nanobeir is a folder of that name
+NANOBEIR_FOLDER = "beir-data"  # where evaluate beir puts it too
 DEPTH = 10  # all that these look at
 
 
@@ -85,6 +91,21 @@ class Named(BaseEvaluator):
         if not isinstance(found, dict):
             return {"score": float(found)}
         return {**found, "score": found[self.evaluator.primary_metric]}
+
+
+def nanobeir() -> BeirEvaluator:
+    """On all sets of NanoBEIR, which :func:`fetch_nanobeir` must have brought; the mean nDCG@10 counts."""
+    return BeirEvaluator({name: Path(NANOBEIR_FOLDER) / name for name in NANO}, label="NanoBEIR", batch_size=64)
+
+
+def fetch_nanobeir(say: Callable[[str], None]) -> None:
+    """Download what isn't there yet.
+
+    Raises:
+        OSError: It can't be had.
+    """
+    for name in NANO:
+        fetch(name, NANOBEIR_FOLDER, say=say)
 
 
 def held_out(data: TrainingData, share: float, seed: int) -> tuple[TrainingData, Collection]:

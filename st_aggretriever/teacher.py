@@ -25,7 +25,8 @@ from st_aggretriever.readers.store import hash_of, key_of
 from st_aggretriever.readers.training import TrainingData
 
 PAIRS_AT_ONCE = 4096  # sent to the teacher together
-PAIRS_A_FILE = 65_536  # what an interruption can lose
+PAIRS_A_FILE = 65_536
+SECONDS_A_FILE = 60.0  # of scoring, which a kill can lose
 KEPT_BYTES = 2**29  # of vectors, kept in memory because their texts come again
 _LONGEST = 512  # tokens that SPLADE reads of a text
 _SPLADE: dict[str, Any] = {
@@ -101,18 +102,28 @@ def score_rows(data: TrainingData, teacher: Teacher, *, epochs: Iterable[int]) -
     scores = TeacherScores(teacher, folder)
     folder.mkdir(parents=True, exist_ok=True)
     new: list[np.ndarray] = []
-    for block in _blocks(_missing(data, scores, sorted(set(epochs)), teacher.name)):
-        values = np.asarray(teacher.score([pair for _, pair in block], data), np.float32)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            query, passage = block[bad[0]][1]
-            raise ValueError(f"the teacher {teacher.name} gives {values[bad[0]]} for {query[:80]!r}, {passage[:80]!r}.")
-        records = np.empty(len(block), _RECORD)
-        records["key"], records["score"] = [key for key, _ in block], values
-        new.append(records)
-        if sum(map(len, new)) >= PAIRS_A_FILE:
-            _write(folder, new)
-    _write(folder, new)
+    began = time.monotonic()
+    try:
+        for block in _blocks(_missing(data, scores, sorted(set(epochs)), teacher.name)):
+            values = np.asarray(teacher.score([pair for _, pair in block], data), np.float32)
+            bad = np.flatnonzero(~np.isfinite(values))
+            if len(bad):
+                query, text = block[bad[0]][1]
+                raise ValueError(
+                    f"the teacher {teacher.name} gives {values[bad[0]]} for {query[:80]!r}, {text[:80]!r}."
+                )
+            records = np.empty(len(block), _RECORD)
+            records["key"], records["score"] = [key for key, _ in block], values
+            new.append(records)
+            if sum(map(len, new)) >= PAIRS_A_FILE or time.monotonic() - began > SECONDS_A_FILE:
+                _write(folder, new)
+                began = time.monotonic()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted; the teacher's scores so far stay in {folder}, the same command goes on from there"
+        ) from None
+    finally:
+        _write(folder, new)
     return TeacherScores(teacher, folder)
 
 

@@ -84,9 +84,7 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     model, is_new = starting_model(config)
     resolved = _resolve(config, model, is_new, len(data))
     args = _arguments(config, resolved, model, data, working, evaluator)
-    if config.dev_data == NANOBEIR:
-        with args.main_process_first(local=False, desc="NanoBEIR"):
-            fetch_nanobeir(say)
+    _fetch_development_set(config, args)
     data, taught_by = _teach(config, resolved, data, args)
     with _working_folder(working, start) as checkpoint:
         trainer = _trainer(config, resolved, model, data, args, evaluator)
@@ -208,6 +206,15 @@ def _development_set(
         return data, DevEvaluator.on_folder(config.dev_data, config.dev_split, config.dev_metric)
     data, collection = held_out(data, config.dev_share, config.seed)
     return data, DevEvaluator(collection, config.dev_metric)
+
+
+def _fetch_development_set(config: TrainConfig, args: SentenceTransformerTrainingArguments) -> None:
+    """Bring what dev_data names to this machine, by the first process."""
+    from st_aggretriever.dev import NANOBEIR, fetch_nanobeir
+
+    if config.dev_data == NANOBEIR:
+        with args.main_process_first(local=False, desc="NanoBEIR"):
+            fetch_nanobeir(say)
 
 
 def _teach(

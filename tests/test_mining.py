@@ -139,7 +139,7 @@ def test_too_few_candidates_are_an_error_that_names_the_parameters(folder: Path,
     data = open_training_data([str(folder)])
     settings = MiningSettings(depth=30, margin=4.0, negatives=20)
     with pytest.raises(
-        ValueError, match=r"query q\d: expected 20 negatives or more, found \d+\..*--depth 30.*--margin 4\.0"
+        ValueError, match=r"train\.tsv line \d+: expected 20 negatives or more, found \d+\..*--depth 30.*--margin 4\.0"
     ):
         mine(Bag(), data, tmp_path / "mined.jsonl", settings=settings, model_name="bag")
     assert not (tmp_path / "mined.jsonl").exists()

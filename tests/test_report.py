@@ -60,6 +60,15 @@ def test_the_report_says_data_settings_losses_dev_time_and_memory(record: dict, 
     assert len(text.splitlines()) < 80  # a page
 
 
+def test_the_report_counts_what_was_held_out_among_the_rows(record: dict, tmp_path: Path) -> None:
+    record["config"]["dev_share"] = 0.1
+    record["data"]["p.jsonl"]["rows"] = 1200  # what is left to train on
+    report.write_report(record, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| p.jsonl | pairs | 1,234 | 5 |" in text
+    assert "1,200 pairs were trained on, 34 held out as the development set." in text
+
+
 def test_without_matplotlib_the_text_stands_alone(
     record: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

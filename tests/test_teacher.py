@@ -160,12 +160,12 @@ def test_the_epoch_of_the_data_stays(data: TrainingData) -> None:
 def test_interrupted_scoring_goes_on(data: TrainingData, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher, "PAIRS_AT_ONCE", 2)
     monkeypatch.setattr(teacher, "PAIRS_A_FILE", 4)
-    stopped = Counting(stop_after=8)
-    with pytest.raises(KeyboardInterrupt):
+    stopped = Counting(stop_after=10)  # two more than a file's
+    with pytest.raises(KeyboardInterrupt, match="the teacher's scores so far stay in"):
         score_rows(data, stopped, epochs=range(40))
     rest = Counting()
     scores = score_rows(data, rest, epochs=range(40))
-    assert (len(stopped.asked), len(rest.asked)) == (8, 21 - 8)
+    assert (len(stopped.asked), len(rest.asked)) == (10, 21 - 10)
     for query, text in [*stopped.asked, *rest.asked]:
         assert scores(query, [text]) == pytest.approx([len(query) + len(text) / 100])
 

@@ -1,6 +1,7 @@
 """The development set of a training run: what is evaluated, which weights are kept, when it stops."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from sentence_transformers.base.evaluation import BaseEvaluator
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from training_runs import die_at, differing, interrupt, make_rows, record_inputs, weights, write_rows
 
-from st_aggretriever import TrainConfig, load_aggretriever, train
+from st_aggretriever import TrainConfig, dev, load_aggretriever, train
 from st_aggretriever.dev import DevEvaluator, held_out
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.readers.training import open_training_data
@@ -103,6 +104,32 @@ def test_dev_figures_are_those_of_the_evaluation(settings: dict, dev_folder: str
     assert best["RR@10"] == max(entry["RR@10"] for entry in record["dev"])
 
 
+def test_nanobeir_judges_by_the_mean_of_its_sets(
+    settings: dict, dev_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(name: str, folder: str, **_: Any) -> None:
+        shutil.copytree(dev_folder, tmp_path / folder / name)
+        (tmp_path / folder / name / "qrels" / "dev.tsv").rename(tmp_path / folder / name / "qrels" / "test.tsv")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dev, "NANO", ["nano-scifact", "nano-nq"])
+    monkeypatch.setattr(dev, "fetch", fetch)
+    train(TrainConfig(**settings, dev_data="nanobeir", eval_steps=3))
+    record = record_of(settings)
+    expected = evaluate_beir(load_aggretriever(settings["output"]), dev_folder, split="dev")["figures"]["nDCG@10"]
+    best = next(entry for entry in record["dev"] if entry["step"] == record["best_step"])
+    assert best["score"] == best["NanoBEIR_nDCG@10"] == best["nano-nq_nDCG@10"] == expected
+
+
+def test_nanobeir_out_of_reach_is_one_sentence(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        OSError, match=r"can't be had from the Hugging Face Hub.*Fetched elsewhere .* copied to beir-data"
+    ):
+        train(TrainConfig(**settings, dev_data="nanobeir"))
+    assert [path for path in tmp_path.rglob("*") if path.name != "beir-data"] == []
+
+
 def test_evaluating_leaves_the_weights_as_they_are(settings: dict, dev_folder: str, tmp_path: Path) -> None:
     plain = weights(train(TrainConfig(**settings)))
     settings |= {"output": str(tmp_path / "judged"), "save_steps": 3}
@@ -113,11 +140,11 @@ def test_evaluating_leaves_the_weights_as_they_are(settings: dict, dev_folder: s
 def test_a_resumed_run_with_evaluations_ends_alike(settings: dict, dev_folder: str, tmp_path: Path) -> None:
     settings |= {"dev_data": dev_folder, "eval_steps": 1, "dev_metric": "nDCG@10"}
     expected = weights(train(TrainConfig(**settings)))
-    dev = record_of(settings)["dev"]
+    before = record_of(settings)["dev"]
     settings["output"] = str(tmp_path / "killed")
     assert "checkpoint-3 stays" in interrupt(settings, 4)
     assert differing(weights(train(TrainConfig(**settings, resume=True))), expected) == set()
-    assert record_of(settings)["dev"] == dev
+    assert record_of(settings)["dev"] == before
 
 
 def test_an_evaluator_that_names_its_figure_late_will_do(settings: dict) -> None:

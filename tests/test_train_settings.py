@@ -219,6 +219,17 @@ def test_the_interrupted_command_says_how_to_go_on(settings: dict, capsys: pytes
     assert "checkpoint-2 stays, --resume goes on from it" in capsys.readouterr().err
 
 
+def test_an_interruption_without_words_is_called_one(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("st_aggretriever.training.train", interrupted)
+    assert main(["train", *flags(settings)]) == 130
+    assert capsys.readouterr().err == "st-aggretriever: interrupted\n"
+
+
 def test_help_and_settings_need_no_torch() -> None:
     code = (
         "import sys; from st_aggretriever import TrainConfig; from st_aggretriever.cli import _parser; _parser();"

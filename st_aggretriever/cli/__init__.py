@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.function(args)
     except KeyboardInterrupt as interrupt:
-        print(f"st-aggretriever: {interrupt or 'interrupted'}", file=sys.stderr)
-        return 130
+        print(f"st-aggretriever: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        return _leave(130)
     except BrokenPipeError:
         # The reader of a pipe (head, less) has gone; keep Python's shutdown from complaining about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -28,8 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"st-aggretriever: {message.removeprefix('st_aggretriever: ')}", file=sys.stderr)
-        return 2
+        return _leave(2)
     return 0
+
+
+def _leave(code: int) -> int:
+    """One of several processes ends here and now: to free gloo's threads after a failure can wait for ever."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

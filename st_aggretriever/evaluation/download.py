@@ -217,7 +217,10 @@ def _fetch_nano(name: str, folder: Path, hub: str, say: Callable[[str], None]) -
         }
     except Exception as error:  # datasets and huggingface_hub each have their own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OSError(f"{where} can't be had from the Hugging Face Hub: {reason}") from None
+        raise OSError(
+            f"{where} can't be had from the Hugging Face Hub: {reason.rstrip('.')}. Fetched elsewhere (st-aggretriever"
+            f" evaluate beir does it), its folder {name} may be copied to {folder}."
+        ) from None
     partial = folder / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:

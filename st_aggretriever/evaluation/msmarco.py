@@ -9,8 +9,8 @@ from typing import Any
 from st_aggretriever.evaluation.beir import Collection, check_before, check_corpus, check_outputs, evaluate_collection
 from st_aggretriever.evaluation.bm25 import evaluate_collection_bm25
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
-from st_aggretriever.readers.beir import read_qrels_file
 from st_aggretriever.readers.msmarco import read_tsv
+from st_aggretriever.readers.qrels import read_qrels_file
 from st_aggretriever.readers.text import checksum
 
 # The least grade that counts as relevant: one for MS MARCO's sparse labels, two in TREC DL, where 1 means "related".

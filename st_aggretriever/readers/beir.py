@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from st_aggretriever.readers.judged import JudgedSource
+from st_aggretriever.readers.qrels import read_qrels_file
 from st_aggretriever.readers.store import BadRows, Passages
-from st_aggretriever.readers.text import find_text, id_of, join_title, read_jsonl, read_lines, text_of
-
-QRELS_HEADER = ["query-id", "corpus-id", "score"]
-_INTEGER = re.compile(r"[+-]?[0-9]+")
-_GRADES = 10_000  # trec_eval takes memory for every grade up to the highest
+from st_aggretriever.readers.text import find_text, id_of, join_title, read_jsonl, text_of
 
 
 def read_corpus(folder: str | Path) -> Iterator[tuple[str, str]]:
@@ -44,48 +40,6 @@ def read_qrels(folder: str | Path, split: str, query_ids: Collection[str]) -> di
         ValueError: as :func:`read_qrels_file`.
     """
     return read_qrels_file(_qrels_path(Path(folder), split), query_ids)
-
-
-def read_qrels_file(path: str | Path, query_ids: Collection[str]) -> dict[str, dict[str, int]]:
-    """Relevance grades, query id -> document id -> grade, in the file's order.
-
-    BEIR's three tab-separated columns under a header, or the four columns of a TREC qrels file without one.
-
-    Args:
-        query_ids: the ids that exist; a judgement of another query is an error.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no header, wrong columns, a grade that is no integer or beyond 10,000, an unknown query, two
-            grades for one pair.
-    """
-    qrels: dict[str, dict[str, int]] = {}
-    trec = False
-    for number, line in read_lines(path):
-        where = f"{path} line {number}"
-        if number == 1:
-            if line.split("\t") == QRELS_HEADER:
-                continue
-            fields = line.split()
-            trec = len(fields) == 4 and _INTEGER.fullmatch(fields[3]) is not None
-            if not trec:
-                raise ValueError(f"{where}: expected the header {'<tab>'.join(QRELS_HEADER)}, got {line!r}. Add it.")
-        fields = line.split() if trec else line.split("\t")
-        if len(fields) != (4 if trec else 3):
-            expected = "query 0 document grade" if trec else "<tab>".join(QRELS_HEADER)
-            raise ValueError(f"{where}: expected the columns {expected}, got {line!r}.")
-        query, document, grade = fields[0], fields[-2], fields[-1]
-        if _INTEGER.fullmatch(grade) is None:
-            raise ValueError(f"{where}: expected an integer as the grade, got {grade!r}.")
-        if len(grade) > 20 or abs(int(grade)) > _GRADES:
-            raise ValueError(f"{where}: expected a grade from -{_GRADES:,} to {_GRADES:,}, got {grade[:40]}.")
-        if query not in query_ids:
-            raise ValueError(f"{where}: query {query!r} is not in the queries file. Add it there or remove the line.")
-        if qrels.setdefault(query, {}).setdefault(document, int(grade)) != int(grade):
-            raise ValueError(f"{where}: query {query!r}, document {document!r} has another grade further up.")
-    if not qrels:
-        raise ValueError(f"{path} holds no judgement.")
-    return qrels
 
 
 class _Records:

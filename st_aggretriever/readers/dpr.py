@@ -51,7 +51,7 @@ def read_passages(path: str | Path) -> Iterator[Passage]:
             if fields != PASSAGES_HEADER:
                 raise ValueError(f"{path} line 1: expected the header id<tab>text<tab>title, got {line[:200]!r}.")
             continue
-        if len(fields) != 3 or len(fields[0].split()) != 1:
+        if len(fields) != 3 or len(fields[0].split()) != 1 or fields[0] != fields[0].strip():
             raise ValueError(f"{path} line {number}: expected id<tab>text<tab>title, got {line[:200]!r}.")
         if fields[0] in seen:
             raise ValueError(f"{path} line {number}: id {fields[0]!r} occurs a second time.")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from st_aggretriever.readers.qrels import line_of
 from st_aggretriever.readers.rows import Example, Numbers, Passage
 from st_aggretriever.readers.store import EMPTY, BadRows, Passages, Plain, hash_of
 from st_aggretriever.readers.text import checksum, decode_line
@@ -49,6 +50,7 @@ class JudgedSource:
         self._row_positives = array("q")
         self._starts, self._ends, self._lines = array("q"), array("q"), array("q")  # a row's place in the triples
         self._triples = Plain(triples) if triples is not None else None
+        self._qrels = qrels and qrels[0]
         self._numbers = Numbers()
         digest = hashlib.sha256(f"{passages.sha256}{checksum(queries[0])}".encode())
         if qrels is not None:
@@ -75,7 +77,7 @@ class JudgedSource:
                 try:
                     self._add(query, key, position, 0)
                 except ValueError as error:
-                    bad.add(self.path, f"{qrels_file} query {query!r}, document {key!r}: {error}")
+                    bad.add(self.path, f"{line_of(qrels_file, query, key)}: {error}")
         if unknown := int((positions < 0).sum()):
             logger.warning("%s: %d of %d %s pairs left out, their documents are not in the corpus.",
                            self.path, unknown, len(judged), self.judgements.split(".tsv")[0])  # fmt: skip
@@ -140,7 +142,8 @@ class JudgedSource:
     def where(self, row: int) -> str:
         if self._triples is not None:
             return f"{self._triples.path} line {self._lines[row]}"
-        return f"{self.path} {self.judgements} query {self._row_queries[row]}"
+        assert self._qrels is not None
+        return line_of(self._qrels, self._row_queries[row], self._passages.id(self._row_positives[row]))
 
     def text(self, passage: Passage) -> str:
         return passage.text if passage.text is not None else self._passages.text(passage.position)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from st_aggretriever.readers.beir import read_qrels_file
 from st_aggretriever.readers.judged import JudgedSource
+from st_aggretriever.readers.qrels import read_qrels_file
 from st_aggretriever.readers.store import BadRows, Passages, find_first
 from st_aggretriever.readers.text import find_text, read_lines, text_of
 
