@@ -18,6 +18,7 @@ The arms mean and cls are today's single-vector poolings with the same data, dim
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,4 +112,9 @@ def run(args: argparse.Namespace, home: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"train_modern.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train_modern.py: interrupted; the same command goes on")

@@ -19,6 +19,7 @@ the slices: --as-published trains those. --dry-run takes two steps on made-up da
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -101,4 +102,9 @@ def write_made_up(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"train_msmarco.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train_msmarco.py: interrupted; the same command goes on")

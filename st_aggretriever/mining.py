@@ -444,7 +444,5 @@ def _advice(settings: MiningSettings) -> str:
     for name in ("margin", "relative_margin"):
         if getattr(settings, name) is not None:
             used += f", --{name.replace('_', '-')} {getattr(settings, name)}"
-    return (
-        f"Lower --negatives, raise --depth, widen --ranks or lower the margin (now {used}), or leave such rows out by "
-        "--drop-short."
-    )
+    advice = f"Lower --negatives, raise --depth, widen --ranks or lower the margin (now {used})"
+    return f"{advice}." if settings.drop_short else f"{advice}, or leave such rows out by --drop-short."

@@ -59,6 +59,7 @@ def draw_curves(record: dict[str, Any], path: Path) -> None:
     """The loss with its parts, and below it the dev figures and the learning rate, by step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     losses, dev = record["losses"], record["dev"]
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -82,6 +83,7 @@ def draw_curves(record: dict[str, Any], path: Path) -> None:
         below.plot([entry["step"] for entry in losses], [entry["learning_rate"] for entry in losses], color="grey")
         below.set_ylabel("learning rate")
     below.set_xlabel("step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
 
 

@@ -24,7 +24,7 @@ from st_aggretriever.encoding import model_hash
 from st_aggretriever.readers.store import hash_of, key_of
 from st_aggretriever.readers.training import TrainingData
 
-PAIRS_AT_ONCE = 4096  # sent to the teacher together
+PAIRS_AT_ONCE = 1024  # sent to the teacher together, and what an interruption can lose
 PAIRS_A_FILE = 65_536
 SECONDS_A_FILE = 60.0  # of scoring, which a kill can lose
 KEPT_BYTES = 2**29  # of vectors, kept in memory because their texts come again
@@ -251,8 +251,8 @@ class _Vectors:
         if self.kind != "sparse encoder":
             options["normalize_embeddings"] = cosine
         with torch.inference_mode():
-            for start in range(0, len(new), PAIRS_AT_ONCE // 4):
-                part = new[start : start + PAIRS_AT_ONCE // 4]
+            for start in range(0, len(new), PAIRS_AT_ONCE):
+                part = new[start : start + PAIRS_AT_ONCE]
                 for text, vector in zip(part, encode(part, convert_to_tensor=True, **options), strict=True):
                     self._vectors[side, text] = kept = _kept(vector)
                     self._bytes += sum(part.nbytes for part in kept) if isinstance(kept, tuple) else kept.nbytes

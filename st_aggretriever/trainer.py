@@ -263,6 +263,8 @@ class _Evaluations(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True  # The last weights may be the best.
+        if control.should_evaluate:
+            control.should_log = True  # It may be the last one, however rarely losses are asked for.
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.stopped_early(state):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from st_aggretriever.trainer import AggretrieverTrainer
 
 RECORD = "train.json"
+TEACHER_SECONDS = 7 * 86_400  # that the other processes wait for the first one's scores, not the usual half an hour
 SMALL_BACKBONE = 20_000_000  # parameters: below it the published learning rate of 5e-6 is far too low
 
 
@@ -404,6 +405,8 @@ def _arguments(
     asked: dict[str, Any] = {}
     if config.gradient_checkpointing:
         asked["gradient_checkpointing"] = True  # The newest transformers warn of this name, older ones have no other.
+    if config.teacher not in (None, "data"):
+        asked["ddp_timeout"] = TEACHER_SECONDS
     if evaluator is not None:
         asked |= {
             "eval_strategy": "steps",
@@ -453,7 +456,7 @@ def _loss(config: TrainConfig, model: SentenceTransformer) -> Any:
         "scale": config.scale,
         "fold_dims": tuple(config.fold_dims),
         "fold_weights": tuple(config.fold_weights) or None,
-        "gather_across_devices": config.gather_across_devices,
+        "gather_across_devices": config.gather_across_devices and processes() > 1,
     }
     if config.teacher is not None:
         options["contrastive_weight"] = config.contrastive_weight

@@ -148,6 +148,9 @@ def test_too_few_candidates_are_an_error_that_names_the_parameters(folder: Path,
     settings = MiningSettings(depth=30, margin=4.0, negatives=20, drop_short=True)
     manifest = mine(Bag(), data, tmp_path / "mined.jsonl", settings=settings, model_name="bag")
     assert manifest["dropped_rows"] == sum(count < 20 for count in few)
+    settings = MiningSettings(depth=30, margin=1e9, drop_short=True)
+    with pytest.raises(ValueError, match=r"no row has 1 candidates\. .*--margin 1000000000\.0\)\.$"):
+        mine(Bag(), data, tmp_path / "none.jsonl", settings=settings, model_name="bag")
     assert [row["row"] for row in lines_of(tmp_path / "mined.jsonl")[1]] == [r for r in range(16) if few[r] >= 20]
     with pytest.raises(
         ValueError, match=r"mined\.jsonl line \d+: expected 31 negatives, or more, got .*--depth than 30"

@@ -79,6 +79,12 @@ def test_it_stops_after_so_many_evaluations_without_a_better_one(settings: dict)
     assert differing(weights(model), judge.seen[1]) == set()
 
 
+def test_a_run_that_stops_early_knows_its_losses(settings: dict) -> None:
+    """However rarely they are logged: here never within the run."""
+    train(TrainConfig(**settings | {"logging_steps": 100}, eval_steps=1, patience=1), evaluator=Scripted(0.5, 0.4))
+    assert [entry["step"] for entry in record_of(settings)["losses"]] == [1, 2]
+
+
 def test_a_run_that_had_stopped_before_it_was_saved_takes_no_further_step(
     settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,3 +52,10 @@ def test_modern_example_runs_in_three_stages(monkeypatch: pytest.MonkeyPatch, tm
     run_example(monkeypatch, "train_modern.py", *arguments)  # nothing is done again
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*.json*")} == written
     assert load_aggretriever(home / "distilled").encode_query("a dog").shape == (768,)
+
+
+def test_a_training_example_ends_bad_input_with_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^train_msmarco\.py: nowhere"):
+        run_example(monkeypatch, "train_msmarco.py", "--data", "nowhere.zst", "--output", tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^train_modern\.py: nowhere.* does not exist"):
+        run_example(monkeypatch, "train_modern.py", "--pairs", "nowhere.jsonl", "--output", tmp_path / "out")

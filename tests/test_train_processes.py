@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import save_backbone
@@ -75,3 +76,34 @@ def test_too_few_pairs_for_all_processes_are_refused(settings: dict, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="the number of pairs, 24 for 4 processes, got 8"):
         train(TrainConfig(**settings))
+
+
+def test_the_others_wait_for_a_teacher_longer_than_for_a_step(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = {}
+    for teacher in ("bm25", "data", None):
+
+        def found(config: TrainConfig, resolved: dict, data: object, args: Any) -> None:
+            waits[config.teacher] = args.ddp_timeout
+            raise InterruptedError
+
+        monkeypatch.setattr("st_aggretriever.training._teach", found)
+        monkeypatch.setattr("st_aggretriever.readers.training.TrainingData.check_scores", lambda self: None)
+        with pytest.raises(InterruptedError):
+            train(TrainConfig(**settings, teacher=teacher))
+    assert waits["bm25"] > 86_400 > waits["data"] == waits[None]
+
+
+def test_a_process_of_a_group_ends_at_once_after_a_failure(tmp_path: Path) -> None:
+    """Whatever threads are left, as gloo's are: torchrun would wait for 30 s, and then kill it."""
+    code = (
+        "import sys, threading, time, torch\n"
+        "from st_aggretriever.cli import main, training\n"
+        "def fail(args):\n"
+        f"    torch.distributed.init_process_group('gloo', 'file://{tmp_path}/rendezvous', rank=0, world_size=1)\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "    raise ValueError('no')\n"
+        "training._train = fail\n"
+        "sys.exit(main(['train', '--model', 'm', '--pairs', 'p', '--output', 'o']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "st-aggretriever: no\n")

@@ -33,12 +33,14 @@ def add_mine(commands: argparse._SubParsersAction) -> None:
         "--ranks", nargs=2, type=int, metavar=("FIRST", "LAST"), help="keep these of them (default: 1 to the depth)"
     )
     margin = mine.add_mutually_exclusive_group()
-    margin.add_argument("--margin", type=float, metavar="X", help="keep scores of at most the positive's minus X")
+    margin.add_argument(
+        "--margin", type=float, metavar="X", help="keep scores of at most the positive's minus X (default: all)"
+    )
     margin.add_argument(
         "--relative-margin",
         type=float,
         metavar="R",
-        help="keep scores of at most the positive's minus R times its absolute value, for instance 0.05",
+        help="keep scores of at most the positive's minus R times its absolute value, for instance 0.05 (default: all)",
     )
     mine.add_argument(
         "--negatives",

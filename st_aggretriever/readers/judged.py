@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.readers.qrels import line_of
+from st_aggretriever.readers.qrels import lines_of
 from st_aggretriever.readers.rows import Example, Numbers, Passage
 from st_aggretriever.readers.store import EMPTY, BadRows, Passages, Plain, hash_of
 from st_aggretriever.readers.text import checksum, decode_line
@@ -72,12 +72,15 @@ class JudgedSource:
     def _add_judged(self, qrels_file: Path, qrels: Mapping[str, Mapping[str, int]], bad: BadRows) -> None:
         judged = [(query, key) for query, grades in qrels.items() for key, grade in grades.items() if grade > 0]
         positions = self._passages.find([key for _, key in judged])
+        broken: dict[tuple[str, str], ValueError] = {}
         for (query, key), position in zip(judged, positions.tolist(), strict=True):
             if position >= 0:
                 try:
                     self._add(query, key, position, 0)
                 except ValueError as error:
-                    bad.add(self.path, f"{line_of(qrels_file, query, key)}: {error}")
+                    broken[query, key] = error
+        for pair, where in lines_of(qrels_file, broken).items() if broken else ():
+            bad.add(self.path, f"{where}: {broken[pair]}")
         if unknown := int((positions < 0).sum()):
             logger.warning("%s: %d of %d %s pairs left out, their documents are not in the corpus.",
                            self.path, unknown, len(judged), self.judgements.split(".tsv")[0])  # fmt: skip
@@ -143,7 +146,8 @@ class JudgedSource:
         if self._triples is not None:
             return f"{self._triples.path} line {self._lines[row]}"
         assert self._qrels is not None
-        return line_of(self._qrels, self._row_queries[row], self._passages.id(self._row_positives[row]))
+        pair = self._row_queries[row], self._passages.id(self._row_positives[row])
+        return lines_of(self._qrels, {pair}).get(pair, f"{self._qrels} query {pair[0]!r}")
 
     def text(self, passage: Passage) -> str:
         return passage.text if passage.text is not None else self._passages.text(passage.position)

@@ -40,12 +40,13 @@ def read_qrels_file(path: str | Path, query_ids: Collection[str]) -> dict[str, d
     return qrels
 
 
-def line_of(path: str | Path, query: str, document: str) -> str:
-    """File and line of a judgement, for sentences: found by reading the file again, as memory has no line numbers."""
-    for number, *found, _ in _judgements(path):
-        if found == [query, document]:
-            return f"{path} line {number}"
-    return f"{path} query {query!r}, document {document!r}"  # the file has changed
+def lines_of(path: str | Path, pairs: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """File and line of some judgements, for sentences; reads the file again, as memory has no line numbers."""
+    found: dict[tuple[str, str], str] = {}
+    for number, query, document, _ in _judgements(path):
+        if (query, document) in pairs:
+            found.setdefault((query, document), f"{path} line {number}")
+    return found
 
 
 def _judgements(path: str | Path) -> Iterator[tuple[int, str, str, str]]:
