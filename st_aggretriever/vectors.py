@@ -131,8 +131,19 @@ class VectorWriter:
             file.write(json.dumps(manifest, indent=2) + "\n")
 
     def has(self, number: int) -> bool:
-        """Whether block ``number`` is complete."""
-        return _record_path(self.partial, number).exists()
+        """Whether block ``number`` is complete; one whose files are damaged or gone is said, and isn't.
+
+        Raises:
+            OSError: It is there and can't be read.
+        """
+        if not _record_path(self.partial, number).exists():
+            return False
+        try:
+            read_block(self.partial, number, Layout.of(self.manifest))
+        except (ValueError, FileNotFoundError) as error:
+            logger.warning("%s. It is made again.", str(error).removesuffix(" Encode again.").rstrip("."))
+            return False
+        return True
 
     def ids(self, number: int) -> list[str]:
         """The ids of a block that is complete."""

@@ -124,7 +124,8 @@ def verify(folder: VectorFolder, *, model_hash: str | None = None) -> list[Fault
         try:
             record = check_block(folder.folder, number, manifest)
         except (ValueError, OSError) as error:
-            block = None if _is_of_another_manifest(folder.folder, number, manifest) else number
+            unreadable = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # perhaps whole
+            block = None if unreadable or _is_of_another_manifest(folder.folder, number, manifest) else number
             faults.append(Fault(block, " ".join(str(error).split())))
             whole = False
             continue
@@ -181,7 +182,10 @@ def reopen(folder: VectorFolder, faults: Sequence[Fault]) -> Path:
         FileExistsError: Something of the new name is there.
     """
     if any(fault.block is None for fault in faults):
-        raise ValueError(f"{folder.folder} can't be mended: what is wrong with it is no block's. Encode it again.")
+        raise ValueError(
+            f"{folder.folder} can't be mended, not all that is wrong is damage of a block: make readable what can't be"
+            " read and remove what doesn't belong there, or remove the whole folder and encode again."
+        )
     partial = partial_of(folder.folder)
     if partial.exists():
         raise FileExistsError(f"{partial} exists. Remove it.")

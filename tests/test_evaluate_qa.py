@@ -102,6 +102,7 @@ def test_files_of_dpr_and_json(files: tuple[str, str], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{name}: expected tab-separated columns on one line"):
             list(read_all(tmp_path / "bad"))
     for content, sentence in (("a\tb\tc\n", "expected the header"), ("id\ttext\ttitle\n1\tx\n", "line 2: expected id"),
+                              ("id\ttext\ttitle\n1 \tx\ty\n", "line 2: expected id"),
                               ("id\ttext\ttitle\n1\tx\ty\n1\tx\ty\n", "line 3: id '1' occurs")):  # fmt: skip
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=sentence):

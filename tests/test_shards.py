@@ -394,6 +394,40 @@ def test_damage_is_found_refused_and_mended(tmp_path: Path, kind: str) -> None:
     assert files(tmp_path / "v") == files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("ending", ["npy", "json"])
+@pytest.mark.parametrize("left", [None, 0, 60])
+def test_a_finished_block_that_is_damaged_is_made_again_on_the_way(
+    tmp_path: Path, ending: str, left: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source("texts", lambda: iter(ROWS))
+    encode_to_disk(Letters(), source, tmp_path / "whole", block_size=4)
+    started = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4).folder.rename(tmp_path / "v.partial")
+    (started / "block-00003.json").unlink()  # so that it isn't whole
+    damaged = started / f"block-00001.{ending}"
+    damaged.unlink() if left is None else os.truncate(damaged, left)
+    model = Letters()
+    encode_to_disk(model, source, tmp_path / "v", block_size=4)
+    assert files(tmp_path / "v") == files(tmp_path / "whole")
+    assert sum(map(len, model.batches[1:])) <= 8  # the two blocks alone
+    if (ending, left) != ("json", None):
+        assert "block-00001" in caplog.text
+        assert "It is made again." in caplog.text
+
+
+def test_mending_leaves_alone_what_cannot_be_read(tmp_path: Path) -> None:
+    folder = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "v", block_size=4)
+    block = folder.folder / "block-00001.npy"
+    aside = block.rename(tmp_path / "aside")
+    block.mkdir()  # also root can't read it
+    faults = verify(folder)
+    assert [fault.block for fault in faults] == [None]
+    with pytest.raises(ValueError, match="make readable what can't be read"):
+        reopen(folder, faults)
+    block.rmdir()
+    aside.rename(block)
+    assert verify(folder) == []
+
+
 def change(path: Path, changes: dict[str, Any], *, drop: tuple[str, ...] = ()) -> None:
     """Hand-edit a manifest or a record so that its own checksum, if it had one, fits again."""
     values = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if key not in drop}
