@@ -96,9 +96,11 @@ def _check_whole(file: Path, modules: Any) -> None:
         names = [str(entry["type"]).rpartition(".")[2] for entry in json.loads(entries.read_text(encoding="utf-8"))]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"check: {entries} can't be read ({type(error).__name__}: {error}).") from None
+    if not isinstance(modules, list):
+        raise ValueError(f"check: {file} doesn't say of which modules it is: 'modules' is {str(modules)[:40]}.")
     if names != modules:
         raise ValueError(
-            f"check: {file} is of the modules {', '.join(map(str, modules or ()))}, but the model consists of "
+            f"check: {file} is of the modules {', '.join(map(str, modules))}, but the model consists of "
             f"{', '.join(names)}; a pipeline with modules of others can't be checked."
         )
 
@@ -340,7 +342,10 @@ def _ask(address: str, api_key: str | None, body: Mapping[str, Any] | None = Non
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=SECONDS) as response:
-        return json.loads(response.read())
+        try:
+            return json.loads(response.read())
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
 
 
 def _vectors_of(answer: Any, address: str) -> np.ndarray:
@@ -350,8 +355,11 @@ def _vectors_of(answer: Any, address: str) -> np.ndarray:
             rows = sorted(answer["data"], key=lambda row: row["index"])
             answer = [row["embedding"] for row in rows]
         return np.array(answer, np.float32)
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"check: {address} answered something else than vectors: {str(answer)[:200]}") from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        missing = f", without {error}" if isinstance(error, KeyError) else ""
+        raise ValueError(
+            f"check: {address} answered something else than vectors{missing}: {str(answer)[:200]}"
+        ) from None
 
 
 def check(

@@ -61,7 +61,8 @@ def build_on_disk(
     check_output(output)
     dimension = folders[0].dimension
     index = faiss_says(factory, lambda: faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT))
-    if faiss.try_extract_index_ivf(index) is None or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+    cells = faiss.try_extract_index_ivf(index)
+    if cells is None or cells.nlist < 1 or index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise ValueError(f"{factory!r} is no inverted file by inner product, for instance IVF65536,PQ96.")
     manifest = {
         "format": FORMAT,
@@ -116,7 +117,10 @@ class OnDiskIndex:
         self.path = path
         self.manifest = _read_manifest(path / "manifest.json")
         if self.manifest["vectors_sha256"] != manifests_hash(folders):
-            raise ValueError(f"{path} was built from other vectors than those of --index. Build it again by index.")
+            raise ValueError(
+                f"{path} was built from other vectors than those of --index, or from other folders of the same (index"
+                " after merge). Build it again by index."
+            )
         # Before anything is mapped: reading beyond the end of a mapped file kills the process.
         contents = _contents(path)
         for name, found in contents["bytes"].items():
@@ -222,9 +226,15 @@ def _begin(partial: Path, manifest: dict[str, Any]) -> None:
             begun = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise _damaged(path, str(error)) from None
-        if not isinstance(begun, dict) or {key: begun.get(key) for key in manifest} != manifest:
-            raise ValueError(f"{partial} was begun with other vectors or settings. Name another output, or remove it.")
-        return
+        begun = begun if isinstance(begun, dict) else {}
+        if {key: begun.get(key) for key in manifest} == manifest:
+            return
+        if any(partial.glob("*.faiss")):  # else nothing was trained yet, and nothing is lost
+            before, now = (
+                ", ".join(f"{key} {values.get(key)}" for key in manifest if begun.get(key) != manifest[key])
+                for values in (begun, manifest)
+            )
+            raise ValueError(f"{partial} was begun with {before}; now it is {now}. Name another output, or remove it.")
     with replacing(path) as file:
         file.write(json.dumps(manifest, indent=2) + "\n")
 

@@ -282,6 +282,9 @@ def test_a_refusal_is_one_sentence(
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     shutil.copytree(saved, tmp_path / "modules")
     (tmp_path / "modules" / "modules.json").write_text("[{}]")
+    shutil.copytree(saved, tmp_path / "number")
+    path = tmp_path / "number" / "check.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"modules": 5}))
     gone = serve(None)
     for args, words in (
         ((serve(None), "--model", saved), "refused with 424"),
@@ -296,6 +299,8 @@ def test_a_refusal_is_one_sentence(
         ((tmp_path / "broken",), "its format is not"),
         *(((tmp_path / name,), f"{name}/check.json can't be read") for name in ("length", "texts", "parts")),
         ((tmp_path / "modules",), "modules.json can't be read"),
+        ((tmp_path / "number",), "'modules' is 5"),
+        ((serve(lambda texts: np.array([[10**400]], object)), "--model", saved), "something else than vectors"),
         *(((gone, "--model", saved, f"--tolerance={x}"), "above 0") for x in ("0", "inf", "nan", "-1", "-inf", "1")),
         ((gone, "--model", saved, "--api-key-env", "NO_SUCH_KEY"), "no such environment variable"),
     ):

@@ -99,9 +99,17 @@ def test_what_does_not_fit_is_refused(folders: list[VectorFolder], tmp_path: Pat
     with pytest.raises(FileNotFoundError, match="is no index on disk"):
         OnDiskIndex(tmp_path, folders)
     (tmp_path / "v.partial").mkdir()
-    (tmp_path / "v.partial" / "manifest.json").write_text(json.dumps({"format": "other"}))
-    with pytest.raises(ValueError, match="begun with other vectors or settings"):
+    (tmp_path / "v.partial" / "manifest.json").write_text(json.dumps({"factory": "IVF4,PQ4x4"}))
+    (tmp_path / "v.partial" / "trained.faiss").touch()
+    with pytest.raises(ValueError, match=r"begun with .*factory IVF4,PQ4x4.*; now it is .*factory IVF4,Flat"):
         build_on_disk(folders, "IVF4,Flat", tmp_path / "v")
+
+
+def test_what_cannot_be_trained_leaves_the_name_free(folders: list[VectorFolder], tmp_path: Path) -> None:
+    for factory in ("IVF0,Flat", "IVF100000,Flat"):
+        with pytest.raises(ValueError, match=factory):
+            build_on_disk(folders, factory, tmp_path / "index")
+    assert build_on_disk(folders, "IVF4,Flat", tmp_path / "index").is_dir()
 
 
 @pytest.mark.parametrize("name", ["index.faiss", "lists.ivfdata", "ids.bin", "ids.npy", "manifest.json"])
