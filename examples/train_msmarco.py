@@ -105,6 +105,8 @@ if __name__ == "__main__":
     try:
         main()
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"train_msmarco.py: {error}")
+        print(f"train_msmarco.py: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("train_msmarco.py: interrupted; the same command goes on")
+        print("train_msmarco.py: interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(130)
