@@ -71,6 +71,9 @@ def read_reference(path: str | Path) -> Reference:
             raise ValueError("its texts are no list of strings")
         if length is not None and not (type(length) is int and length > 0):
             raise ValueError(f"its length is {length!r}")
+        for name in ("dtype", "quantize"):  # they decide on the tolerance
+            if not isinstance(check[name], str):
+                raise ValueError(f"its {name} is {check[name]!r}")
         vectors = np.array(check["vectors"], np.float32)
         parts = [(str(name), int(width)) for name, width in check["parts"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -78,7 +81,7 @@ def read_reference(path: str | Path) -> Reference:
     if vectors.ndim != 2 or len(vectors) != len(texts) or not texts or not np.isfinite(vectors).all():
         raise ValueError(f"check: {file} doesn't hold one vector for each text. Save the model again.")
     _check_whole(file, check.get("modules"))
-    exact = check.get("dtype") == "float32" and check.get("quantize") == "none"
+    exact = check["dtype"] == "float32" and check["quantize"] == "none"
     return Reference(texts, vectors, parts, length, TOLERANCE if exact else HALF_TOLERANCE)
 
 

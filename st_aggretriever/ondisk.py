@@ -59,6 +59,9 @@ def build_on_disk(
     """
     faiss = load_faiss()
     check_output(output)
+    for folder in folders:
+        if folder.manifest["side"] != "document":
+            raise ValueError(f"{folder.folder} holds query vectors; expected document vectors to build an index from.")
     dimension = folders[0].dimension
     index = faiss_says(factory, lambda: faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT))
     cells = faiss.try_extract_index_ivf(index)

@@ -116,14 +116,14 @@ class VectorWriter:
             self._lock = None
 
     def _check_started(self) -> None:
-        started = read_manifest(self.partial)
+        started = {"files": "npy", **read_manifest(self.partial)}
+        now = {"files": "npy", **self.manifest}
         started = {key: value for key, value in started.items() if key not in FINISHED}
-        keys = [key for key in {**started, **self.manifest} if started.get(key) != self.manifest.get(key)]
+        keys = [key for key in {**started, **now} if started.get(key) != now.get(key)]
         if keys:
-            before, now = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys)
-                           for values in (started, self.manifest))  # fmt: skip
+            before, after = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys) for values in (started, now))
             raise ValueError(
-                f"{self.partial} was begun with {before}; now it is {now}. Name another output, or remove it."
+                f"{self.partial} was begun with {before}; now it is {after}. Name another output, or remove it."
             )
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
@@ -158,13 +158,17 @@ class VectorWriter:
         """Complete the manifest and give the folder its name; returns the manifest.
 
         Raises:
-            ValueError: One of the ``blocks`` is missing.
+            FileNotFoundError: A file of one of the ``blocks`` is missing.
+            ValueError: It is broken.
         """
         rows = 0
         counts: dict[str, list[Any]] = {name: [] for name in SUMMED}
         checksums = []
         for number in range(blocks):
             record = read_record(self.partial, number)
+            path = block_path(self.partial, number, self.files)
+            if rows_of(path) != len(record["ids"]):
+                raise ValueError(f"{path} doesn't hold the {counted(len(record['ids']), 'row')} of its record.")
             rows += len(record["ids"])
             checksums.append(sums_of(record))
             for name, values in counts.items():

@@ -276,7 +276,8 @@ def test_a_refusal_is_one_sentence(
     shutil.copytree(saved, tmp_path / "broken")
     (tmp_path / "broken" / "check.json").write_text('{"format": "another"}')
     (tmp_path / "empty").mkdir()
-    for name, changes in (("length", {"length": "x"}), ("texts", {"texts": [1, 2, 3]}), ("parts", {"parts": 7})):
+    for name, changes in (("length", {"length": "x"}), ("texts", {"texts": [1, 2, 3]}), ("parts", {"parts": 7}),
+                          ("dtype", {"dtype": 5}), ("quantize", {"quantize": None})):  # fmt: skip
         shutil.copytree(saved, tmp_path / name)
         path = tmp_path / name / "check.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -297,7 +298,10 @@ def test_a_refusal_is_one_sentence(
         ((tmp_path / "nothing",), "there is no"),
         ((tmp_path / "empty",), "has no check.json"),
         ((tmp_path / "broken",), "its format is not"),
-        *(((tmp_path / name,), f"{name}/check.json can't be read") for name in ("length", "texts", "parts")),
+        *(
+            ((tmp_path / name,), f"{name}/check.json can't be read")
+            for name in ("length", "texts", "parts", "dtype", "quantize")
+        ),
         ((tmp_path / "modules",), "modules.json can't be read"),
         ((tmp_path / "number",), "'modules' is 5"),
         ((serve(lambda texts: np.array([[10**400]], object)), "--model", saved), "something else than vectors"),

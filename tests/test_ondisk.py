@@ -109,6 +109,8 @@ def test_what_cannot_be_trained_leaves_the_name_free(folders: list[VectorFolder]
     for factory in ("IVF0,Flat", "IVF100000,Flat"):
         with pytest.raises(ValueError, match=factory):
             build_on_disk(folders, factory, tmp_path / "index")
+    with pytest.raises(ValueError, match="holds query vectors"):
+        build_on_disk([write_vectors(tmp_path / "q", QUERIES, side="query")], "IVF4,Flat", tmp_path / "index")
     assert build_on_disk(folders, "IVF4,Flat", tmp_path / "index").is_dir()
 
 

@@ -116,7 +116,19 @@ def test_a_started_folder_goes_on_only_with_the_same_texts_and_settings(tmp_path
         encode_to_disk(Letters(), source(), tmp_path / "v", block_size=3)
     with pytest.raises(ValueError, match="begun with dtype float32, model unnamed; now it is dtype float16, model x"):
         encode_to_disk(Letters(), source(), tmp_path / "v", block_size=2, dtype="float16", model_name="x")
+    with pytest.raises(ValueError, match="begun with files npy; now it is files parquet"):
+        encode_to_disk(Letters(), source(), tmp_path / "v", block_size=2, files="parquet")
     assert sorted(path.name for path in (tmp_path / "v.partial").iterdir()) == before
+
+
+def test_a_folder_without_a_blocks_file_is_not_finished(tmp_path: Path) -> None:
+    with VectorWriter(tmp_path / "v", {"side": "document"}) as writer:
+        for number in (0, 1):
+            writer.write(number, [f"d{number}"], np.ones((1, 3), np.float32))
+        (tmp_path / "v.partial" / "block-00000.npy").unlink()
+        with pytest.raises(FileNotFoundError, match=r"block-00000\.npy is missing"):
+            writer.finish(2)
+    assert not (tmp_path / "v").exists()
 
 
 def test_an_existing_folder_and_bad_options_are_refused_before_work(tmp_path: Path) -> None:

@@ -358,6 +358,8 @@ def _search(args: argparse.Namespace) -> None:
     from st_aggretriever.vectors import VectorFolder
 
     check_index_options(args)
+    if args.recall_queries < 0:
+        raise ValueError(f"--recall-queries must be 0 or more, got {args.recall_queries}.")
     folders = open_shards(args.index, args.lexical_dim)
     index, queries = folders[0], VectorFolder(args.queries, args.lexical_dim)
     for folder in folders:
