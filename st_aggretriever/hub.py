@@ -22,6 +22,7 @@ from st_aggretriever.convert import Licence, licence_of
 from st_aggretriever.encoding import model_hash
 from st_aggretriever.inspection import failed_checks, inspect_model
 from st_aggretriever.model import load_aggretriever
+from st_aggretriever.readers.text import checksum
 
 # Between this process and a fresh one, of the largest number: 0 by the same code, rounding by another version's copy.
 TOLERANCE = 1e-5
@@ -62,11 +63,7 @@ class Upload(NamedTuple):
     def sha256(self) -> str:
         if isinstance(self.content, bytes):
             return hashlib.sha256(self.content).hexdigest()
-        digest = hashlib.sha256()
-        with self.content.open("rb") as file:
-            while block := file.read(2**22):
-                digest.update(block)
-        return digest.hexdigest()
+        return checksum(self.content)
 
 
 class Plan(NamedTuple):

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from st_aggretriever.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
 from st_aggretriever.atomic import replacing
 from st_aggretriever.manifest import counted
+from st_aggretriever.readers.text import checksum
 from st_aggretriever.search import Hits, check_vectors
 from st_aggretriever.vectors import VectorFolder, check_output, lock_folder, partial_of, said_if_full
 
@@ -190,15 +191,6 @@ def _contents(folder: Path) -> dict[str, Any]:
             raise FileNotFoundError(f"{folder / name} is missing. Build the index again by index.")
     sizes = {name: (folder / name).stat().st_size for name in FILES}
     return {"bytes": sizes, "index_sha256": checksum(folder / "index.faiss")}
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bulk": {"encoding", "manifest", "search", "shards", "vectors", "verify"},
     "shard_search": {"retrieve", "search", "vectors"},
     "ray_engine": {"bulk", "manifest", "retrieve", "search", "shard_search", "shards", "vectors"},
-    "ondisk": {"approximate", "manifest", "retrieve", "search", "vectors", "atomic", "shards", "verify"},
+    "ondisk": {"approximate", "manifest", "readers", "retrieve", "search", "vectors", "atomic", "shards", "verify"},
     "flat": {"search", "vectors"},
     "approximate": {"manifest", "retrieve", "search", "vectors", "atomic"},
     "retrieve": {"manifest", "search", "vectors", "atomic"},
@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"modules", "model", "vectors"},
     "check": {"model", "modules"},
     "card": {"convert", "explain"},
-    "hub": {"card", "convert", "encoding", "inspection", "model"},
+    "hub": {"card", "convert", "encoding", "inspection", "model", "readers"},
     "quickstart": {"evaluation", "model", "readers", "training"},
 }
 
