@@ -91,6 +91,24 @@ def test_a_table_that_was_interrupted_trains_nothing_again(twice: Any) -> None:
     assert twice.result["grids"] == twice.repeated["grids"]
 
 
+def test_what_another_process_makes_is_left_to_it_and_waited_for(
+    paper: SimpleNamespace, twice: Any, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, row = twice.again, small.rows[1]
+    held = runner._alone(runner.run_id(row.model, 0))
+    asked: list[str] = []
+    original = runner.figures
+    monkeypatch.setattr(runner, "figures", lambda row, *rest: asked.append(row.name) or original(row, *rest))
+    monkeypatch.setattr(paper.table.time, "sleep", lambda _: held.close())
+    names = list(runner.collections)
+    with pytest.raises(BlockingIOError):
+        original(row, 0, names)
+    found = paper.table._figures(runner, small, names)
+    of_the_model = [r.name for r in sorted(small.rows, key=lambda r: r.fused) if r.model == row.model]
+    assert asked == [r.name for r in sorted(small.rows, key=lambda r: r.fused)] + 2 * of_the_model
+    assert found[row.name] == [runner.record(row.model, 0)["figures"][row.view]]
+
+
 def test_rows_of_one_model_share_its_encoding(twice: Any, small: Any) -> None:
     # Of each model documents and queries of three collections; for the fused row also those of the dev split.
     assert len(list((twice.home / "work" / "vectors").glob("*/*"))) == 2 * 2 * 3 + 2

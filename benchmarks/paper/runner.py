@@ -5,7 +5,8 @@ again, for whichever table it was made.
     results/runs-SCALE/sweep-HASH.json   of each model: the rates and factors tried, and the one chosen
     work/models, work/vectors        what can be made again; vectors of all views are one encoding
 
-The hash is of the model's settings, the scale's, and the content of pairs and backbone.
+The hash is of the model's settings, the scale's, and the content of pairs and backbone. Several processes may work on
+the same folders: what one is making the others leave to it, by locks in work/locks that end with their process.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import hashlib
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import data as data_of
 import numpy as np
@@ -40,7 +43,7 @@ from st_aggretriever.readers.text import checksum
 from st_aggretriever.readers.training import open_training_data
 from st_aggretriever.retrieve import rankings_of
 from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.vectors import VectorFolder, lock_folder
 
 FINDINGS = Path(__file__).with_name("findings.json")
 DEPTH = 1000
@@ -48,6 +51,7 @@ BATCH = 64
 BLOCK = 20_000
 WIDE_BLOCK = 2_000
 MINING_DEPTH = 200  # the paper's
+WAIT = 2.0  # seconds between two looks at what another process is making
 Figures = dict[str, dict[str, list[float]]]  # collection -> metric -> one figure a query
 
 
@@ -72,7 +76,8 @@ class Runner:
         self.models = models
         self.runs = results / f"runs-{scale.name}"
         self.runs.mkdir(parents=True, exist_ok=True)
-        self.prepared = data_of.prepare(scale, data, self.work)
+        with closing(self._alone("data", wait=True)):
+            self.prepared = data_of.prepare(scale, data, self.work)
         self.done = {"sweep": 0, "train": 0, "mine": 0, "encode": 0}
 
     @cached_property
@@ -117,10 +122,12 @@ class Runner:
         return checksum(self.pairs(source, fraction))
 
     def backbone(self, name: str) -> str:
-        return data_of.backbone_path(self.scale, name, self.models, self.work)
+        with closing(self._alone("data", wait=True)):
+            return data_of.backbone_path(self.scale, name, self.models, self.work)
 
     def pairs(self, source: str, fraction: float) -> Path:
-        return data_of.pairs_file(self.prepared, self.scale, source, fraction, self.work)
+        with closing(self._alone("data", wait=True)):
+            return data_of.pairs_file(self.prepared, self.scale, source, fraction, self.work)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training
@@ -136,21 +143,26 @@ class Runner:
         if len(factors) == len(scale.rates) == 1:
             return {"rate": scale.rates[0], "factor": factors[0], "tried": []}
         path = self.runs / f"sweep-{_hash(self.identity(model))}.json"
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))
+        if not path.exists():
+            with closing(self._alone(path.stem)):
+                if not path.exists():  # or another process has finished it just now
+                    _write(path, self._chosen(model, factors))
+            shutil.rmtree(self.work / "sweeps" / path.stem, ignore_errors=True)
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def _chosen(self, model: Model, factors: tuple[float, ...]) -> dict[str, Any]:
+        """Run the sweep."""
         tried: list[dict[str, Any]] = []
 
         def best() -> dict[str, Any]:
             return max(tried, key=lambda record: max(figure for _, figure in record["dev_curve"]))
 
         for factor in factors:
-            tried.append(self._sweep_run(model, scale.rates[0], factor))
-        for rate in scale.rates[1:]:
+            tried.append(self._sweep_run(model, self.scale.rates[0], factor))
+        for rate in self.scale.rates[1:]:
             tried.append(self._sweep_run(model, rate, best()["factor"]))
         chosen = {"rate": best()["rate"], "factor": best()["factor"], "model": self.identity(model)["model"]}
         chosen["tried"] = [{name: run[name] for name in ("rate", "factor", "dev_curve", "seconds")} for run in tried]
-        _write(path, chosen)
-        shutil.rmtree(self.work / "sweeps" / path.stem, ignore_errors=True)
         return chosen
 
     def _sweep_run(self, model: Model, rate: float, factor: float) -> dict[str, Any]:
@@ -171,35 +183,63 @@ class Runner:
     def trained(self, model: Model, seed: int) -> Path:
         """The folder of the trained model."""
         folder = self.work / "models" / self.run_id(model, seed)
-        if (folder / "fit.json").exists():
+        if (folder / "fit.json").exists() and "training" in self.record(model, seed):
             return folder
         chosen = self.choose(model)
         folder.parent.mkdir(exist_ok=True)
-        self.say(f"train: seed {seed}: {model.kind}, {model.source} x {model.fraction:g}")
         steps = self.scale.further_steps if model.further else self.scale.max_steps
-        record = fit(self.scale, self._fit(model, seed, chosen["rate"], chosen["factor"], steps), folder)
-        self.done["train"] += 1
-        self._keep(model, seed, {"training": record})
+        with closing(self._alone(f"train-{folder.name}")):
+            run = self._fit(model, seed, chosen["rate"], chosen["factor"], steps)
+            self.say(f"train: seed {seed}: {model.kind}, {model.source} x {model.fraction:g}")
+            self.done["train"] += not (folder / "fit.json").exists()
+            record = fit(self.scale, run, folder)
+            self._keep(model, seed, {"training": record})
         return folder
 
     def mined(self, model: Model, seed: int) -> Path:
         """Pairs with the negatives that a trained model ranks highest among the passages of all pairs."""
         path = self.work / "mined" / f"{self.run_id(model, seed)}.jsonl"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
+        if path.exists():
+            return path
+        path.parent.mkdir(exist_ok=True)
+        loaded = load(model, self.trained(model, seed))
+        with closing(self._alone(f"mine-{path.stem}")):
             self.done["mine"] += 1
             pairs = open_training_data([str(self.pairs(model.source, model.fraction))])
             settings = MiningSettings(depth=MINING_DEPTH, negatives=self.scale.further_negatives, drop_short=True)
-            loaded = load(model, self.trained(model, seed))
             mine(loaded, pairs, path, settings=settings, model_name="plain", batch_size=BATCH)
         return path
+
+    def _alone(self, key: str, *, wait: bool = False) -> IO[Any]:
+        """The lock of a piece of work, until it is closed.
+
+        Raises:
+            BlockingIOError: Another process is at it, and this one shall not wait.
+        """
+        folder = self.work / "locks" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                return lock_folder(folder)
+            except BlockingIOError:
+                if not wait:
+                    raise
+                time.sleep(WAIT)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Figures
 
     def figures(self, row: Row, seed: int, names: list[str]) -> Figures:
-        """One figure a query, by collection and metric, of the named collections that are there."""
+        """One figure a query, by collection and metric, of the named collections that are there.
+
+        Raises:
+            BlockingIOError: Another process is making some of them.
+        """
         seed = seed if row.model.recipe != "bm25" else 0
+        with closing(self._alone(self.run_id(row.model, seed))):
+            return self._figures(row, seed, names)
+
+    def _figures(self, row: Row, seed: int, names: list[str]) -> Figures:
         record = self.record(row.model, seed)
         found = record.get("figures", {}).get(row.view, {})
         weight = record.get("weights", {}).get(row.view)

@@ -17,7 +17,7 @@ import report
 from arms import Table, distinct
 from judge import contrast, findings_of, judge
 from published import TITLE
-from runner import Runner
+from runner import WAIT, Runner
 from scales import SCALES, Scale
 from transformers.utils import logging as transformers_logging
 
@@ -80,13 +80,7 @@ def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, An
     """Make all figures of a table."""
     started = time.process_time()
     names = [name for name in table.collections if name in runner.collections]
-    found: dict[str, list[Any]] = {row.name: [] for row in table.rows}
-    # Seed by seed, so that an interruption leaves whole comparisons; a model's rows share its encoding.
-    for seed in table.seeds:
-        for row in sorted(table.rows, key=lambda row: row.fused):
-            if row.model.recipe == "bm25" and seed != table.seeds[0] and not row.fused:
-                continue
-            found[row.name].append(runner.figures(row, seed, names))
+    found = _figures(runner, table, names)
     grids = [] if not table.rows else [_grid(runner, table, found, names)]
     grids += [] if more is None else more(runner, table)
     grids += _published(table)
@@ -107,6 +101,28 @@ def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, An
         "cpu_seconds": round(time.process_time() - started, 1),
         "versions": versions(),
     }
+
+
+def _figures(runner: Runner, table: Table, names: list[str]) -> dict[str, list[Any]]:
+    """Row -> the figures of each seed.
+
+    Seed by seed, so that an interruption leaves whole comparisons; a model's rows share its encoding. What another
+    process is making is left to it, and taken when that is done.
+    """
+    rows = sorted(table.rows, key=lambda row: row.fused)
+    found: dict[tuple[str, int], Any] = {}
+    left = [(row, seed) for seed in table.seeds for row in rows if row.model.recipe != "bm25" or seed == table.seeds[0]]
+    while left:
+        busy = []
+        for row, seed in left:
+            try:
+                found[row.name, seed] = runner.figures(row, seed, names)
+            except BlockingIOError:
+                busy.append((row, seed))
+        if len(busy) == len(left):
+            time.sleep(WAIT)
+        left = busy
+    return {row.name: [found[row.name, seed] for seed in table.seeds if (row.name, seed) in found] for row in rows}
 
 
 def _grid(runner: Runner, table: Table, found: dict[str, list[Any]], names: list[str]) -> dict[str, Any]:
