@@ -19,7 +19,7 @@ from st_aggretriever.encoding import PROMPT_NAMES, Encoder
 from st_aggretriever.manifest import counted, texts_of
 from st_aggretriever.search import check_vectors
 from st_aggretriever.shards import Shard, shard_folder
-from st_aggretriever.vectors import VectorFolder, VectorWriter, check_dtype, check_output
+from st_aggretriever.vectors import VectorFolder, VectorWriter, check_dtype, check_output, is_finished
 
 logger = logging.getLogger(__name__)
 
@@ -264,10 +264,10 @@ def plan(
 
 
 def prepare_output(output: str | Path, shard: Shard | None) -> Path:
-    """The folder to write: ``output``, or the shard's in it.
+    """The folder to write: ``output``, or the shard's in it, which may be complete.
 
     Raises:
-        FileExistsError: It exists.
+        FileExistsError: It exists, or its place is taken by something that is no shard.
         FileNotFoundError: The folder that shall hold it doesn't.
     """
     if shard is None:
@@ -280,7 +280,8 @@ def prepare_output(output: str | Path, shard: Shard | None) -> Path:
         folder.parent.mkdir(exist_ok=True)  # another shard may just have made it
     if (folder.parent / "manifest.json").exists():
         raise FileExistsError(f"{folder.parent} holds vectors already. Name another output.")
-    check_output(folder)
+    if not (folder / "manifest.json").is_file():
+        check_output(folder)
     return folder
 
 
@@ -403,7 +404,8 @@ def encode_to_disk(
         report: Called with a line on documents, tokens, bytes, rate and time left, every half minute and at the end.
 
     Raises:
-        FileExistsError: The folder exists.
+        FileExistsError: The folder exists. (A shard that is complete, of the same texts by the same model and settings,
+            is taken as it is: a job that is submitted again does nothing twice.)
         BlockingIOError: Another process is writing it.
         ValueError: A bad option or line, no text, a vector that isn't finite or beyond float16 (named by its id), or
             what lies in ``OUTPUT.partial`` was begun with another model, setting or source.
@@ -412,6 +414,9 @@ def encode_to_disk(
     encoder = BlockEncoder(model, side, batch_size=batch_size, dtype=dtype, skip_bad=skip_bad)
     folder = prepare_output(output, shard)
     todo = plan(encoder, source, block_size=block_size, model_name=model_name, shard=shard)
+    if is_finished(folder, todo.manifest, dtype=dtype, files=files):
+        report(f"{folder} is complete already")
+        return VectorFolder(folder)
     with VectorWriter(folder, todo.manifest, dtype=dtype, files=files) as writer, encoder.on(devices):
         progress = Progress(todo, dtype, report)
         for local, number in enumerate(todo.blocks):

@@ -21,7 +21,7 @@ from st_aggretriever.manifest import read_record
 from st_aggretriever.search import Hits, check_vectors
 from st_aggretriever.shard_search import merge_all, search_folder
 from st_aggretriever.shards import Shard
-from st_aggretriever.vectors import VectorFolder, VectorWriter, write_block
+from st_aggretriever.vectors import VectorFolder, VectorWriter, is_finished, write_block
 
 # Of the machine's cores, for all actors of a pool on CPUs together: what is left runs Ray's other tasks, which would
 # wait for ever if actors held every core.
@@ -64,6 +64,9 @@ def encode_by_ray(
     encoder = BlockEncoder(load("cpu"), side, **options)  # type: ignore[arg-type]
     todo = plan(encoder, source, block_size=block_size, model_name=model_name, shard=shard)
     del encoder  # the actors have models of their own
+    if is_finished(folder, todo.manifest, dtype=dtype, files=files):
+        report(f"{folder} is complete already")
+        return VectorFolder(folder)
     with _ray() as ray, VectorWriter(folder, todo.manifest, dtype=dtype, files=files) as writer:
         progress = Progress(todo, dtype, report)
         rows = []

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from st_aggretriever.manifest import FINISHED, counted, read_record, sums_of
-from st_aggretriever.vectors import VectorFolder, VectorWriter, block_path, said_if_full
+from st_aggretriever.vectors import VectorFolder, VectorWriter, block_path, partial_of, said_if_full
 from st_aggretriever.verify import Ids, check_block, check_order
 
 Shard = tuple[int, int]  # (i, n): which, from 0, of how many
@@ -28,6 +28,8 @@ _NAME = re.compile(r"shard-(\d+)-of-(\d+)")
 
 def check_shard(shard: Shard) -> Shard:
     """Raises ValueError for a number that isn't one of ``0 .. n - 1``."""
+    if shard[1] < 1:
+        raise ValueError(f"the number of shards must be at least 1, got {shard[1]}.")
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shards of {shard[1]} are numbered from 0 to {shard[1] - 1}, got {shard[0]}.")
     return shard
@@ -69,7 +71,22 @@ def open_shards(folders: Sequence[str | Path], lexical_dim: int | None = None) -
         FileNotFoundError: A folder is none of vectors or isn't finished, or a shard is missing.
         ValueError: Shards of different models, settings or texts, or the same one twice.
     """
-    return in_order([VectorFolder(path, lexical_dim) for path in find_folders(folders)])
+    return in_order([open_folder(path, lexical_dim) for path in find_folders(folders)])
+
+
+def open_folder(path: Path, lexical_dim: int | None = None) -> VectorFolder:
+    """A folder of vectors; of a shard that isn't there it is said how to make it.
+
+    Raises:
+        FileNotFoundError, ValueError: As :class:`st_aggretriever.vectors.VectorFolder`.
+    """
+    try:
+        return VectorFolder(path, lexical_dim)
+    except FileNotFoundError as error:
+        if (match := _NAME.fullmatch(path.name)) is None or path.exists() or partial_of(path).exists():
+            raise
+        how = f"Encode it (--shard {int(match[1])} --num-shards {int(match[2])})."
+        raise FileNotFoundError(f"{error} {how}") from None
 
 
 def find_folders(folders: Sequence[str | Path]) -> list[Path]:

@@ -80,8 +80,7 @@ class VectorWriter:
         self.folder = Path(folder)
         check_output(self.folder)
         self.partial = partial_of(self.folder)
-        form = {} if files == "npy" else {"files": files}
-        self.manifest = {"format": FORMAT, "dtype": dtype, **form, **json.loads(json.dumps(manifest))}
+        self.manifest = _whole(manifest, dtype, files)
         self.dtype, self.files = dtype, files
         self.partial.mkdir(exist_ok=True)
         self._lock: IO[Any] | None = lock_folder(self.partial)
@@ -116,12 +115,8 @@ class VectorWriter:
             self._lock = None
 
     def _check_started(self) -> None:
-        started = {"files": "npy", **read_manifest(self.partial)}
-        now = {"files": "npy", **self.manifest}
-        started = {key: value for key, value in started.items() if key not in FINISHED}
-        keys = [key for key in {**started, **now} if started.get(key) != now.get(key)]
-        if keys:
-            before, after = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys) for values in (started, now))
+        if (differing := _differing(self.partial, self.manifest)) is not None:
+            before, after = differing
             raise ValueError(
                 f"{self.partial} was begun with {before}; now it is {after}. Name another output, or remove it."
             )
@@ -447,6 +442,38 @@ def check_dtype(dtype: str) -> None:
     """Raises ValueError for a dtype that isn't in ``DTYPES``."""
     if dtype not in DTYPES:
         raise ValueError(f"vectors: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+
+
+def is_finished(folder: str | Path, manifest: Mapping[str, Any], *, dtype: str, files: str) -> bool:
+    """Whether the folder is there, complete, and made of what would be made now.
+
+    Raises:
+        FileExistsError: It was made of something else.
+    """
+    if not (Path(folder) / "manifest.json").is_file():
+        return False
+    if (differing := _differing(Path(folder), _whole(manifest, dtype, files))) is not None:
+        before, after = differing
+        raise FileExistsError(f"{folder} was made with {before}; now it is {after}. Name another output.")
+    return True
+
+
+def _whole(manifest: Mapping[str, Any], dtype: str, files: str) -> dict[str, Any]:
+    """What is written of a manifest, to which the end adds counts and checksums."""
+    form = {} if files == "npy" else {"files": files}
+    return {"format": FORMAT, "dtype": dtype, **form, **json.loads(json.dumps(manifest))}
+
+
+def _differing(folder: Path, manifest: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What differs between the folder's manifest and this one, in words: there, and here."""
+    started = {"files": "npy", **read_manifest(folder)}
+    now = {"files": "npy", **manifest}
+    started = {key: value for key, value in started.items() if key not in FINISHED}
+    keys = [key for key in {**started, **now} if started.get(key) != now.get(key)]
+    if not keys:
+        return None
+    before, after = (", ".join(f"{key} {_shown(values.get(key))}" for key in keys) for values in (started, now))
+    return before, after
 
 
 def check_output(folder: str | Path) -> None:

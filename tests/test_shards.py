@@ -224,6 +224,27 @@ def test_merged_shards_are_the_files_of_one_process(tmp_path: Path, count: int) 
         merge_shards([shards], tmp_path / "merged-True")
 
 
+def test_a_finished_shard_is_taken_as_it_is_and_another_one_is_refused(tmp_path: Path) -> None:
+    shards = encode_shards(tmp_path / "shards", 2)
+    before = files(shards / "shard-00001-of-00002")
+    said: list[str] = []
+
+    model = Letters()
+
+    def again(**options: Any) -> VectorFolder:
+        options = {"shard": (1, 2), "block_size": 4, "report": said.append, **options}
+        return encode_to_disk(model, Source("texts", lambda: iter(ROWS)), shards, **options)
+
+    assert again().rows == VectorFolder(shards / "shard-00001-of-00002").rows
+    assert said == [f"{shards / 'shard-00001-of-00002'} is complete already"]
+    assert model.batches == [["dimension"]]  # what the manifest has to know, and nothing else
+    with pytest.raises(FileExistsError, match="was made with block_size 4; now it is block_size 5"):
+        again(block_size=5)
+    with pytest.raises(FileExistsError, match="was made with dtype float32; now it is dtype float16"):
+        again(dtype="float16")
+    assert files(shards / "shard-00001-of-00002") == before
+
+
 def test_the_shard_can_come_from_the_environment() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
     array = {"SLURM_ARRAY_TASK_ID": "11", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "10"}
@@ -233,6 +254,8 @@ def test_the_shard_can_come_from_the_environment() -> None:
     assert shard_from({"RANK": "0", "WORLD_SIZE": "1"}) == (0, 1)
     with pytest.raises(ValueError, match="expected a process's number and their count in the environment"):
         shard_from({"RANK": "1"})
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        shard_from({"RANK": "0", "WORLD_SIZE": "0"})
     with pytest.raises(ValueError, match="numbered from 0 to 1, got 2"):
         shard_from({"RANK": "2", "WORLD_SIZE": "2"})
 
@@ -688,7 +711,7 @@ def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
             open_shards([shards])
         manifest.write_text(kept)
     (shards / names[2]).rename(tmp_path / "away")
-    with pytest.raises(FileNotFoundError, match="shard-00002-of-00003 is no folder of vectors"):
+    with pytest.raises(FileNotFoundError, match=r"shard-00002-of-00003 is no folder .*--shard 2 --num-shards 3\)\.$"):
         open_shards([shards])
     whole = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "whole", block_size=4)
     with pytest.raises(ValueError, match="whole is no shard, but"):

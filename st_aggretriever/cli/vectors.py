@@ -90,7 +90,7 @@ def _encode(args: argparse.Namespace) -> None:
     }
     if args.output_format == "parquet":
         load_pyarrow()
-    prepare_output(args.output, shard)  # before the model loads
+    complete = prepare_output(args.output, shard).exists()  # asked before the model loads
     corpus = Corpus(*args.corpus, side=args.side, skip_bad=options["skip_bad"])
     if args.engine == "ray":
         from st_aggretriever.ray_engine import encode_by_ray
@@ -101,7 +101,7 @@ def _encode(args: argparse.Namespace) -> None:
         devices = _devices(args)
         folder = encode_to_disk(_shaped_model(args, args.device), corpus, args.output, devices=devices, **options)
     made = folder.manifest
-    print(f"wrote {folder.folder}: {_written(folder)}")
+    print(f"{'' if complete else 'wrote '}{folder.folder}: {_written(folder)}")
     cut = "unknown" if made["truncated"] is None else f"{made['truncated']:,}"
     if made["windows"]:
         print("documents read whole, in windows of {window} tokens that share {overlap}, [CLS]: {cls}".format(
@@ -199,8 +199,7 @@ def add_verify(commands: argparse._SubParsersAction) -> None:
 def _verify(args: argparse.Namespace) -> None:
     from st_aggretriever.encoding import model_hash
     from st_aggretriever.manifest import counted
-    from st_aggretriever.shards import find_folders, in_order
-    from st_aggretriever.vectors import VectorFolder
+    from st_aggretriever.shards import find_folders, in_order, open_folder
     from st_aggretriever.verify import reopen, verify
 
     paths = find_folders(args.folders)
@@ -210,7 +209,7 @@ def _verify(args: argparse.Namespace) -> None:
     opened, faults = [], 0
     for path in paths:  # each, whatever is wrong with the others
         try:
-            folder = VectorFolder(path)
+            folder = open_folder(path)
         except (ValueError, OSError) as error:
             faults += 1
             print(" ".join(str(error).split()), flush=True)
