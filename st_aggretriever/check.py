@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,8 @@ def compare(reference: Reference, found: np.ndarray, tolerance: float | None = N
     cosines = [_cosine(one, other) for one, other in zip(found, expected, strict=True)]
     worst = max(relative)
     allowed = int(np.ceil(MOST_TURNED * expected.size))
-    figures = f"largest difference {worst:.1e} of the largest number, least cosine {min(cosines):.5f}"
+    figures = f"largest difference {worst:.1e} of the largest number (allowed: {tolerance:g}), "
+    figures += f"least cosine {min(cosines):.5f}"
     if worst <= tolerance and turned <= allowed:
         also = f", {turned} signs turned where two halves may be equal" if turned else ""
         return Verdict(True, f"right: {figures}{also}", relative, cosines, turned)
@@ -302,11 +304,17 @@ def endpoint_vectors(
 
     Raises:
         OSError: The server can't be reached, or refuses.
-        ValueError: Its answer is not a list of vectors, or the key can't be sent.
+        ValueError: Its answer is not a list of vectors, the key can't be sent, or the address names no host.
     """
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("check: the API key must be printable ASCII on one line; it has other characters in it.")
     url = url.rstrip("/")
+    try:
+        host = urllib.parse.urlsplit(url).hostname
+    except ValueError:  # an unclosed bracket
+        host = None
+    if not host:
+        raise ValueError(f"check: {url} is no address of a server: expected http://HOST:PORT, with or without a route.")
     routes = [(route, style) for route, style in ROUTES if url.endswith(route)]
     tried = [(url, routes[0][1])] if routes else [(url + route, style) for route, style in ROUTES]
     for address, style in tried:

@@ -1,6 +1,7 @@
 """check: right vectors pass, and each way in which a program gives other ones is found and named."""
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -128,7 +129,11 @@ def test_a_folder_is_right_until_its_weights_change(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(saved) == 0
-    assert "right: largest difference" in capsys.readouterr().out
+    assert re.search(
+        r"right: largest difference \S+ of the largest number \(allowed: 0\.001\)", capsys.readouterr().out
+    )
+    assert run(saved, "--tolerance", "0.5") == 0
+    assert "(allowed: 0.5)" in capsys.readouterr().out
     shutil.copytree(saved, tmp_path / "model")
     other = load_aggretriever(saved)
     other[3].linear.weight.data *= 1.01  # type: ignore[union-attr, operator]
@@ -293,6 +298,10 @@ def test_a_refusal_is_one_sentence(
         ((serve(lambda texts: np.array("no vectors")), "--model", saved), "something else than vectors"),
         ((gone.rpartition(":")[0] + ":1", "--model", saved), "can't be reached"),
         (("http://127.0.0.1:abc", "--model", saved), "can't be reached"),
+        *(
+            ((address, "--model", saved), f"{address.rstrip('/')} is no address of a server")
+            for address in ("http://", "http://[::1", "https:///embed")
+        ),
         ((gone, "--model", saved, "--api-key-env", "TWO_LINES"), "printable ASCII"),
         ((gone,), "--model"),
         ((tmp_path / "nothing",), "there is no"),
