@@ -144,7 +144,9 @@ def _dev(record: dict[str, Any]) -> list[str]:
     best = record.get("best_step")
     kept = f"The weights of step {best} were kept." if best else "The last weights were kept."
     if record["steps"] < record["resolved"]["steps"]:
-        kept += f" Stopped early: {record['config']['patience']} evaluations without a better one."
+        gain = record["config"]["min_gain"]
+        better = f"one better by {gain:g}" if gain else "a better one"
+        kept += f" Stopped early: {record['config']['patience']} evaluations without {better}."
     return ["## Development set", "", kept, "", *_table(dev, names)]
 
 

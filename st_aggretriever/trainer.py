@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,17 +42,20 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
 
     Args:
         data: The training data, read row by row from disk, in place of ``train_dataset``.
-        patience: Stop after so many evaluations without a new best figure; 0 never does. Needs an evaluator and
+        patience, min_gain: Stop when the last so many evaluations have brought no gain above ``min_gain`` over the best
+            figure before them, see :func:`is_flat`; 0 evaluations never do. Needs an evaluator and
             ``args.metric_for_best_model``.
         *args, **kwargs: As :class:`SentenceTransformerTrainer`.
     """
 
-    def __init__(self, *args: Any, data: TrainingData | None = None, patience: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, data: TrainingData | None = None, patience: int = 0, min_gain: float = 0.0, **kwargs: Any
+    ) -> None:
         if data is not None:
             kwargs["train_dataset"] = data.dataset()
         super().__init__(*args, **kwargs)
         self.data = data
-        self.patience = patience
+        self.patience, self.min_gain = patience, min_gain
         self._writing = False
         self.remove_callback(PrinterCallback)
         if not self.args.disable_tqdm:
@@ -89,13 +93,11 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         self.train(resume_from_checkpoint=checkpoint)
 
     def stopped_early(self, state: TrainerState) -> bool:
-        """Whether ``patience`` evaluations have passed since the best one, by the log, which a resumed run has too."""
+        """Whether the figure is flat, by the log, which a resumed run has too."""
         key = f"eval_{str(self.args.metric_for_best_model or '').removeprefix('eval_')}"
-        figures = [entry[key] for entry in state.log_history if key in entry]
-        if not self.patience or not figures:
-            return False
-        best = max(figures) if self.args.greater_is_better else min(figures)
-        return len(figures) - 1 - figures.index(best) >= self.patience
+        sign = 1 if self.args.greater_is_better else -1
+        figures = [sign * entry[key] for entry in state.log_history if key in entry]
+        return is_flat(figures, self.patience, self.min_gain)
 
     def get_batch_sampler(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if self.data is None:
@@ -254,6 +256,19 @@ class _Epochs(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.data.set_epoch(int(state.epoch or 0))
+
+
+def is_flat(figures: Sequence[float], patience: int, min_gain: float = 0.0) -> bool:
+    """Whether the last ``patience`` figures are above all before them by ``min_gain`` at most; never for 0 of them.
+
+    >>> is_flat([0.3, 0.5, 0.5], patience=1), is_flat([0.3, 0.5, 0.51], patience=1)
+    (True, False)
+    >>> is_flat([0.3, 0.5, 0.505, 0.51], patience=2, min_gain=0.02)  # slowly rising counts too
+    True
+    """
+    if not 0 < patience < len(figures):
+        return False
+    return max(figures[-patience:]) <= max(figures[:-patience]) + min_gain
 
 
 class _Evaluations(TrainerCallback):

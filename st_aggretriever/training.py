@@ -147,6 +147,8 @@ def _check_environment(config: TrainConfig, evaluator: BaseEvaluator | None) -> 
         import_pytrec_eval()
     elif evaluator is None and config.patience:
         raise ValueError("train: patience needs a development set: give dev_data or dev_share.")
+    if config.min_gain and not config.patience:
+        raise ValueError("train: min_gain belongs to patience: say after how many evaluations without it to stop.")
     if config.report_to:
         _check_integrations(config.report_to)
 
@@ -484,7 +486,13 @@ def _trainer(
     from st_aggretriever.trainer import AggretrieverTrainer
 
     trainer = AggretrieverTrainer(
-        model=model, args=args, data=data, loss=_loss(config, model), evaluator=evaluator, patience=config.patience
+        model=model,
+        args=args,
+        data=data,
+        loss=_loss(config, model),
+        evaluator=evaluator,
+        patience=config.patience,
+        min_gain=config.min_gain,
     )
     needed = min(resolved["steps"], resolved["steps_in_epoch"])
     sampler: Any = trainer.get_train_dataloader().batch_sampler

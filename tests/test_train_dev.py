@@ -79,6 +79,20 @@ def test_it_stops_after_so_many_evaluations_without_a_better_one(settings: dict)
     assert differing(weights(model), judge.seen[1]) == set()
 
 
+def test_a_gain_that_is_too_small_counts_as_none_but_its_weights_are_kept(settings: dict) -> None:
+    judge = Scripted(0.1, 0.5, 0.505, 0.509)  # .009 in two evaluations
+    settings["report"] = True
+    model = train(TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.01), evaluator=judge)
+    record = record_of(settings)
+    assert (record["steps"], record["best_step"]) == (4, 4)
+    assert "2 evaluations without one better by 0.01" in (Path(settings["output"]) / "report.md").read_text()
+    assert differing(weights(model), judge.seen[3]) == set()
+    settings |= {"output": settings["output"] + "-on"}
+    judge = Scripted(0.1, 0.5, 0.505, 0.509, 0.4)
+    train(TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.008), evaluator=judge)
+    assert record_of(settings)["steps"] == 5
+
+
 def test_a_run_that_stops_early_knows_its_losses(settings: dict) -> None:
     """However rarely they are logged: here never within the run."""
     train(TrainConfig(**settings | {"logging_steps": 100}, eval_steps=1, patience=1), evaluator=Scripted(0.5, 0.4))
