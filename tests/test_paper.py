@@ -109,6 +109,21 @@ def test_what_another_process_makes_is_left_to_it_and_waited_for(
     assert found[row.name] == [runner.record(row.model, 0)["figures"][row.view]]
 
 
+@pytest.mark.parametrize("recipe", ["aggretriever", "cosine", "splade"])
+def test_every_recipe_trains_until_its_dev_figure_is_flat(
+    paper: SimpleNamespace, twice: Any, tmp_path: Path, recipe: str
+) -> None:
+    # Untrained figures of a few steps gain less than .99, so the second evaluation is flat.
+    scale = dataclasses.replace(twice.again.scale, max_steps=6, eval_steps=1, patience=1, min_gain=0.99)
+    model = paper.arms.Model(recipe=recipe)
+    run = dataclasses.replace(twice.again._fit(model, 0, 1e-3, 1.0, 6), path=twice.again.backbone("main"))
+    record = paper.fit.fit(scale, run, tmp_path / "flat")
+    assert [step for step, _ in record["dev_curve"]] == [1, 2]
+    assert record["flat"] is True
+    never = paper.fit.fit(dataclasses.replace(scale, patience=6), run, tmp_path / "never")
+    assert (never["steps"], never["flat"]) == (6, False)
+
+
 def test_rows_of_one_model_share_its_encoding(twice: Any, small: Any) -> None:
     # Of each model documents and queries of three collections; for the fused row also those of the dev split.
     assert len(list((twice.home / "work" / "vectors").glob("*/*"))) == 2 * 2 * 3 + 2

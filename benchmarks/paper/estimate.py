@@ -84,7 +84,7 @@ def _work(
         runs = factors + len(scale.rates) - 1
         if runs > 1:
             steps = scale.sweep_steps
-            judged = -(-steps // scale.eval_steps) * cost["dev"] if scale.patience else 0.0
+            judged = cost["dev"] if scale.patience else 0.0
             hours = runs * (steps * cost["step"] + judged) / 3600
             yield "sweep", runs, hours, 0.0, f"{steps:,} steps each"
         steps = _steps(scale, model)

@@ -15,7 +15,7 @@ from scales import Scale
 
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train
 from st_aggretriever.dev import DevEvaluator
-from st_aggretriever.trainer import TRAINER_STATE, publish
+from st_aggretriever.trainer import TRAINER_STATE, is_flat, publish
 
 QUERY_LENGTH = 32
 DEV_METRIC = "RR@10"
@@ -48,9 +48,7 @@ def fit(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     else:
         record = _fit_stock(scale, run, output)
     curve = [[int(entry["step"]), round(entry[DEV_METRIC], 4)] for entry in record.pop("dev")]
-    best = max(range(len(curve)), key=lambda place: curve[place][1]) if curve else None
-    # Flat: evaluations after the best one, as many as patience asks for, have not been better.
-    flat = None if best is None or not scale.patience else len(curve) - 1 - best >= scale.patience
+    flat = is_flat([figure for _, figure in curve], scale.patience, scale.min_gain) if scale.patience else None
     record |= {"rate": run.rate, "factor": run.factor, "seed": run.seed, "dev_curve": curve, "flat": flat}
     with (output / f"{RECORD}.tmp").open("w", encoding="utf-8") as file:
         json.dump(record, file)
@@ -122,6 +120,7 @@ def _fit_aggretriever(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     if run.dev is not None:
         options |= {"dev_data": str(run.dev), "dev_split": "dev", "dev_metric": DEV_METRIC}
         options |= {"eval_steps": min(scale.eval_steps, run.steps), "patience": scale.patience}
+        options |= {"min_gain": scale.min_gain}
     hard = run.model.further == "hard"
     config = TrainConfig(
         model=run.path,
@@ -151,8 +150,8 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     from sentence_transformers import SentenceTransformerTrainer, SparseEncoderTrainer
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
-    from transformers import EarlyStoppingCallback, set_seed
-    from transformers.trainer_callback import PrinterCallback
+    from transformers import set_seed
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
     from st_aggretriever.readers.pairs import read_pairs
     from st_aggretriever.versions import versions
@@ -175,8 +174,12 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     evaluator = None
     if run.dev is not None:
         evaluator = (_DenseDev if sparse else DevEvaluator).on_folder(run.dev, "dev", DEV_METRIC)
-    stop = [EarlyStoppingCallback(scale.patience)] if evaluator is not None and scale.patience else []
     stock: Any = SparseEncoderTrainer if sparse else SentenceTransformerTrainer
+
+    class StopWhenFlat(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            figures = [entry[f"eval_{DEV_METRIC}"] for entry in state.log_history if f"eval_{DEV_METRIC}" in entry]
+            control.should_training_stop |= is_flat(figures, scale.patience, scale.min_gain)
 
     class Trainer(stock):  # type: ignore[misc]
         def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +191,7 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         train_dataset=Dataset.from_dict(columns),
         loss=loss,
         evaluator=evaluator,
-        callbacks=stop,
+        callbacks=[StopWhenFlat()] if evaluator is not None else [],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=_last_whole(working))

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -96,8 +96,8 @@ class Runner:
 
     def identity(self, model: Model) -> dict[str, Any]:
         """All that the weights of a model depend on but the seed."""
-        names = ("batch_size", "negatives", "epochs", "max_steps", "eval_steps", "patience", "rates", "factors")
-        names += ("sweep_steps", "train_length", "further_batch_size", "further_negatives", "further_epochs")
+        names = ("batch_size", "negatives", "epochs", "max_steps", "eval_steps", "patience", "min_gain", "rates")
+        names += ("factors", "sweep_steps", "train_length", "further_batch_size", "further_negatives", "further_epochs")
         names += ("further_steps", "settings", "dev_share", "test_share")
         settings = {name: getattr(self.scale, name) for name in names} if model.trained else {}
         return {
@@ -170,7 +170,9 @@ class Runner:
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.say(f"sweep: rate {rate:g}, factor {factor:g}: {model.kind}")
         self.done["sweep"] += not (folder / "fit.json").exists()
-        return fit(self.scale, self._fit(model, 0, rate, factor, self.scale.sweep_steps), folder)
+        steps = self.scale.sweep_steps
+        once = replace(self.scale, eval_steps=steps)  # judged at its end
+        return fit(once, self._fit(model, 0, rate, factor, steps), folder)
 
     def _fit(self, model: Model, seed: int, rate: float, factor: float, steps: int) -> Fit:
         path, pairs = self.backbone(model.backbone), self.pairs(model.source, model.fraction)

@@ -54,7 +54,8 @@ class Scale:
             factor; ``sweep_steps`` steps each, judged on the dev split. One of each is no sweep.
         max_steps: 0 goes by ``epochs``.
         dev: Judged training queries, apart from the training pairs, for the fusion's weight.
-        patience: Evaluations without a better dev figure after which it is flat; 0 trains to the end.
+        patience, min_gain: The dev figure is flat, and training ends, when so many evaluations have brought no more
+            than this over the best one before them; 0 evaluations train to the end.
         fractions: Shares of the training pairs in the table of small training data.
         further_steps: Most steps of further training; 0 goes by ``further_epochs``.
     """
@@ -74,10 +75,11 @@ class Scale:
     epochs: float = 3.0
     max_steps: int = 0
     eval_steps: int = 200
-    patience: int = 3
+    patience: int = 2
+    min_gain: float = 0.0
     rates: tuple[float, ...] = (1e-4,)
     factors: tuple[float, ...] = (1.0,)
-    sweep_steps: int = 500
+    sweep_steps: int = 250
     train_length: int = 64
     search_length: int = 128
     fractions: tuple[float, ...] = (0.01, 0.1)
@@ -164,6 +166,7 @@ MINI = Scale(
     seeds_main=(0, 1, 2, 3, 4),
     seeds=(0, 1, 2),
     max_steps=2000,
+    min_gain=0.01,
     rates=(1e-4, 4e-4),
     factors=(1.0, 5.0, 20.0),
     further_steps=800,
