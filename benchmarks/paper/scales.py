@@ -165,7 +165,7 @@ MINI = Scale(
     ),
     seeds_main=(0, 1, 2, 3, 4),
     seeds=(0, 1, 2),
-    max_steps=2000,
+    max_steps=3000,
     min_gain=0.01,
     rates=(1e-4, 4e-4),
     factors=(1.0, 5.0, 20.0),
