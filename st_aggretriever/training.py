@@ -10,14 +10,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from st_aggretriever.config import FREE, TrainConfig, default_of
+from st_aggretriever.config import TrainConfig
+from st_aggretriever.run_folder import RECORD, load_finished, working_folder, write_model
 from st_aggretriever.versions import versions
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from st_aggretriever.readers.training import TrainingData
     from st_aggretriever.trainer import AggretrieverTrainer
 
-RECORD = "train.json"
 TEACHER_SECONDS = 7 * 86_400  # that the other processes wait for the first one's scores, not the usual half an hour
 SMALL_BACKBONE = 20_000_000  # parameters: below it the published learning rate of 5e-6 is far too low
 
@@ -73,7 +71,7 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
         "pairs_sha256": data.sha256,
     }
     if finished:
-        return _finished(start, output)
+        return load_finished(start, output, first=is_first())
     if config.resume and not working.exists():
         say(f"nothing to resume in {working}, a new run starts")
     data, evaluator = _development_set(config, data, evaluator)
@@ -87,7 +85,7 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     args = _arguments(config, resolved, model, data, working, evaluator)
     _fetch_development_set(config, args)
     data, taught_by = _teach(config, resolved, data, args)
-    with _working_folder(working, start) as checkpoint:
+    with working_folder(working, start, first=is_first()) as checkpoint:
         trainer = _trainer(config, resolved, model, data, args, evaluator)
         _say_start(config, resolved, is_new, len(data), checkpoint)
         began = time.monotonic()
@@ -110,7 +108,7 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
             "dev": _dev_figures(trainer),
         }
         if is_first():
-            _write_model(model, record, working, output)
+            write_model(model, record, working, output)
         trainer.accelerator.wait_for_everyone()  # It returns when the output is there, in every process.
     if is_first():
         shutil.rmtree(working, ignore_errors=True)
@@ -544,149 +542,3 @@ def _peak_memory(resolved: dict[str, Any]) -> dict[str, float | None]:
 
     on_gpu = resolved["device"] != "cpu"
     return {"rss_gb": peak_rss(), "gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else None}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def _finished(start: dict[str, Any], output: Path) -> SentenceTransformer:
-    """The model of a run that a kill met after its end, or that was done already."""
-    from st_aggretriever.model import load_aggretriever
-
-    _check_same(_read_record(output), start, output)
-    if is_first():
-        shutil.rmtree(output.with_name(output.name + ".partial"), ignore_errors=True)
-    return load_aggretriever(output)
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    """Raises ValueError where it isn't what a run has written."""
-    path = folder / RECORD
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"train: {path} is broken ({error}). Delete {folder} and train anew.") from None
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise ValueError(f"train: {path} is not the record of a run. Delete or move {folder} and train anew.")
-    return record
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None:
-    old, new = before.get("config", {}), json.loads(json.dumps(now["config"]))
-    # A run of an older version lacks the settings that came later: it had their defaults.
-    old = {name: old.get(name, default_of(name)) for name in new}
-    for name, default in (("evaluator", None), ("processes", 1)):
-        old[name], new[name] = before.get(name, default), now[name]
-    changed = [name for name in new if name not in FREE and old[name] != new[name]]
-    if changed:
-        found = ", ".join(f"{name} ({old[name]}, now {new[name]})" for name in changed)
-        raise ValueError(f"train: the run in {where} had other settings: {found}. Resume with the same ones.")
-    if before.get("pairs_sha256") != now["pairs_sha256"]:
-        raise ValueError(f"train: the run in {where} had other pairs. Resume with the same ones, in the same order.")
-
-
-@contextmanager
-def _working_folder(working: Path, start: dict[str, Any]) -> Iterator[str | None]:
-    """Make the folder of a run, or take up the one that is there; gives its last checkpoint.
-
-    On an error it stays if it has a checkpoint, else it goes.
-    """
-    from transformers.trainer_utils import get_last_checkpoint
-
-    from st_aggretriever.trainer import publish
-    from st_aggretriever.vectors import lock_folder
-
-    if not is_first():
-        # The first process makes and removes it; nobody takes a step before all have found the checkpoint.
-        yield get_last_checkpoint(str(working)) if working.is_dir() else None
-        return
-    if working.exists():
-        if not (working / RECORD).is_file():
-            raise ValueError(f"train: {working} is not the folder of a run (it has no {RECORD}). Delete or move it.")
-    else:
-        beside = working.with_name(working.name + ".new")
-        beside.mkdir(parents=True, exist_ok=True)
-        _write_json(beside / RECORD, start)
-        publish(beside, working)
-    lock = lock_folder(working)
-    try:
-        _check_same(_read_record(working), start, working)
-        checkpoint = get_last_checkpoint(str(working))
-    except BaseException:
-        lock.close()
-        raise
-    try:
-        yield checkpoint
-    except BaseException as error:
-        last = get_last_checkpoint(str(working))
-        if last is None:
-            shutil.rmtree(working, ignore_errors=True)
-        if isinstance(error, KeyboardInterrupt):
-            kept = f"{last} stays, --resume goes on from it" if last else "there was no checkpoint yet, nothing stays"
-            raise KeyboardInterrupt(f"interrupted; {kept}") from None
-        raise
-    finally:
-        lock.close()
-
-
-def _write_model(model: SentenceTransformer, record: dict[str, Any], working: Path, output: Path) -> None:
-    from st_aggretriever.report import write_report
-    from st_aggretriever.trainer import publish
-
-    folder = working / "model"
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        model.save_pretrained(str(folder), create_model_card=False)
-        (folder / "README.md").write_text(_card(model, record), encoding="utf-8")
-        _write_json(folder / RECORD, record)
-        if record["config"]["report"]:
-            write_report(record, folder)
-        if (working / "runs").is_dir():
-            shutil.copytree(working / "runs", folder / "runs")  # TensorBoard's
-        publish(folder, output)
-    except Exception as error:  # Also safetensors' own one for a full disk.
-        raise OSError(f"cannot write the model {output}: {error}") from error
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _card(model: SentenceTransformer, record: dict[str, Any]) -> str:
-    """A short model card; the stock one's snippet lacks ``trust_remote_code``, and it quotes training texts."""
-    config, resolved = record["config"], record["resolved"]
-    pairs = sum(record["pairs"].values())
-    base = Path(config["model"]).name if Path(config["model"]).exists() else config["model"]
-    return f"""---
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-tags:
-- sentence-transformers
-- dense-retrieval
-- aggretriever
----
-
-# Aggretriever from {base}
-
-A dense retrieval model: queries and documents become vectors of {model.get_embedding_dimension()} dimensions, compared
-by dot product (Lin, Li, Lin: Aggretriever, TACL 2023).
-
-```python
-from st_aggretriever import load_aggretriever  # pip install st-aggretriever
-
-model = load_aggretriever("path/to/this/folder")
-scores = model.similarity(model.encode_query(["a question"]), model.encode_document(["a passage"]))
-```
-
-Without that package, by the code that lies beside the weights:
-
-```python
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("path/to/this/folder", trust_remote_code=True)
-```
-
-Trained from {base} on {pairs:,} pairs in {resolved["steps"]:,} steps of {config["batch_size"]}, learning rate
-{resolved["learning_rate"]:g} (heads {resolved["head_learning_rate"]:g}). `{RECORD}` has all settings and the losses.
-"""

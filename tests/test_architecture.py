@@ -52,8 +52,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": {"losses", "readers"},
     "report": {"config", "trainer"},
     "dev": {"evaluation", "readers"},
+    "run_folder": {"config", "model", "report", "trainer", "vectors"},
     "training": {"config", "dev", "evaluation", "losses", "model", "modules", "readers"}
-    | {"report", "teacher", "trainer", "vectors", "versions"},
+    | {"report", "run_folder", "teacher", "trainer", "versions"},
     "export": {"modules", "model", "vectors"},
     "check": {"model", "modules"},
     "card": {"convert", "explain"},

@@ -18,9 +18,9 @@ from st_aggretriever import (
     TrainConfig,
     build_aggretriever,
     load_aggretriever,
+    run_folder,
     train,
     trainer,
-    training,
 )
 from st_aggretriever.trainer import AggretrieverTrainer
 from st_aggretriever.vectors import lock_folder
@@ -137,7 +137,7 @@ def test_a_run_that_ended_before_it_was_saved_takes_no_further_step(
 ) -> None:
     settings |= {"max_steps": 5, "save_steps": 4}  # the end, inside an epoch, has its checkpoint too
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "_card", lambda *args: (_ for _ in ()).throw(RuntimeError("disk full")))
+        patch.setattr(run_folder, "_card", lambda *args: (_ for _ in ()).throw(RuntimeError("disk full")))
         with pytest.raises(OSError, match=r"cannot write the model .*out: disk full"):
             train(TrainConfig(**settings))
     assert not Path(settings["output"]).exists()
@@ -216,10 +216,10 @@ def test_resume_refuses_a_damaged_run_and_names_the_file(settings: dict, tmp_pat
     ):
         record.write_text(text)
         with pytest.raises(ValueError, match=f"train.json is {sentence}"):
-            training._read_record(partial)
+            run_folder.read_record(partial)
     record.write_text(whole_record)
     with lock_folder(partial), pytest.raises(BlockingIOError, match="another process is writing"):
-        training._working_folder(partial, {"config": {}}).__enter__()
+        run_folder.working_folder(partial, {"config": {}}, first=True).__enter__()
 
 
 def test_the_last_two_checkpoints_stay_and_load_as_models(settings: dict, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_run_that_had_stopped_before_it_was_saved_takes_no_further_step(
     settings |= {"eval_steps": 1, "patience": 2}
     judge = Scripted(0.5, 0.4, 0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("st_aggretriever.training._card", lambda *args: 1 / 0)
+        patch.setattr("st_aggretriever.run_folder._card", lambda *args: 1 / 0)
         with pytest.raises(OSError, match="cannot write the model"):
             train(TrainConfig(**settings), evaluator=judge)
     die_at(monkeypatch, 4, AssertionError("a step too many"))
