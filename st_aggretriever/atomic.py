@@ -1,12 +1,15 @@
-"""Files that take their name only when they are complete."""
+"""Files and folders that take their name only when they are complete, and that one process writes at a time."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -28,3 +31,45 @@ def replacing(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def partial_of(folder: str | Path) -> Path:
+    """Where a folder lies until it is complete."""
+    folder = Path(folder)
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def check_output(folder: str | Path) -> None:
+    """Refuse a folder that exists, or whose own folder doesn't.
+
+    Raises:
+        FileExistsError, FileNotFoundError.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists. Name another output.")
+    if not folder.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder of {folder} does not exist. Make it first.")
+
+
+def lock_folder(folder: Path) -> IO[Any]:
+    """The open file whose lock this process now holds; it ends when that is closed, or with the process.
+
+    Raises:
+        BlockingIOError: Another one holds it.
+    """
+    file = (folder / ".lock").open("w")
+    try:
+        import fcntl
+    except ImportError:  # Windows: no lock
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BlockingIOError(
+            f"another process is writing {folder}. Wait until it has ended, or name another output."
+        ) from None
+    except OSError as error:  # a file system that knows no locks
+        logger.warning("%s: no lock here (%s). Don't let two processes write it.", folder, error.strerror)
+    return file

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from st_aggretriever.blocks import to_dtype
 from st_aggretriever.search import TORCH_SCORES, Hits, check_vectors, full_precision, id_array, merge, tied_top_k
-from st_aggretriever.vectors import to_dtype
 
 GPU_ROWS = 2**18  # documents that are widened to float32 at a time: 768 MiB at 768 dimensions
 CPU_ROWS = 2**14

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import partial_of, replacing
 from st_aggretriever.bm25 import BM25, best_of
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.encoding import Encoder, model_hash
@@ -26,7 +26,7 @@ from st_aggretriever.readers.mined import FORMAT, relative
 from st_aggretriever.readers.store import EMPTY, BadRows, Passages, find_first, hash_of
 from st_aggretriever.readers.training import TrainingData
 from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder, partial_of
+from st_aggretriever.vectors import VectorFolder
 from st_aggretriever.versions import versions
 
 QUERIES = 20_000  # searched at a time, and what an interruption can lose; with 200 hits each they need 100 MB

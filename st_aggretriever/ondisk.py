@@ -20,11 +20,12 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import check_output, lock_folder, partial_of, replacing
+from st_aggretriever.blocks import said_if_full
 from st_aggretriever.manifest import counted
 from st_aggretriever.readers.text import checksum
 from st_aggretriever.search import Hits, check_vectors
-from st_aggretriever.vectors import VectorFolder, check_output, lock_folder, partial_of, said_if_full
+from st_aggretriever.vectors import VectorFolder
 
 FORMAT = "st_aggretriever index on disk, 2"
 FILES = ("index.faiss", "lists.ivfdata", "ids.bin", "ids.npy")

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from st_aggretriever.blocks import write_block
 from st_aggretriever.bulk import BlockEncoder, Progress, Texts, logger, plan, prepare_output
 from st_aggretriever.manifest import read_record
 from st_aggretriever.search import Hits, check_vectors
 from st_aggretriever.shard_search import merge_all, search_folder
 from st_aggretriever.shards import Shard
-from st_aggretriever.vectors import VectorFolder, VectorWriter, is_finished, write_block
+from st_aggretriever.vectors import VectorFolder, VectorWriter, is_finished
 
 # Of the machine's cores, for all actors of a pool on CPUs together: what is left runs Ray's other tasks, which would
 # wait for ever if actors held every core.

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from st_aggretriever.blocks import check_dtype
 from st_aggretriever.manifest import counted
 from st_aggretriever.search import Hits, search
-from st_aggretriever.vectors import READ_BYTES, VectorFolder, check_comparable, check_dtype
+from st_aggretriever.vectors import READ_BYTES, VectorFolder, check_comparable
 
 
 def describe_search(index: VectorFolder | Sequence[VectorFolder], queries: int, dtype: str | None = None) -> str:

@@ -75,8 +75,8 @@ def working_folder(working: Path, start: dict[str, Any], *, first: bool) -> Iter
     """
     from transformers.trainer_utils import get_last_checkpoint
 
+    from st_aggretriever.atomic import lock_folder
     from st_aggretriever.trainer import publish
-    from st_aggretriever.vectors import lock_folder
 
     if not first:
         # The first process makes and removes it; nobody takes a step before all have found the checkpoint.

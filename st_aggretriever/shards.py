@@ -11,8 +11,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from st_aggretriever.atomic import partial_of
+from st_aggretriever.blocks import block_path, said_if_full
 from st_aggretriever.manifest import FINISHED, counted, read_record, sums_of
-from st_aggretriever.vectors import VectorFolder, VectorWriter, block_path, partial_of, said_if_full
+from st_aggretriever.vectors import VectorFolder, VectorWriter
 from st_aggretriever.verify import Ids, check_block, check_order
 
 Shard = tuple[int, int]  # (i, n): which, from 0, of how many

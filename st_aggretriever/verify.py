@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from st_aggretriever.atomic import partial_of
+from st_aggretriever.blocks import Layout, block_path, blocks_there, extra_files, read_block
 from st_aggretriever.manifest import SUMMED, blocks_hash, counted, ids_hash, read_record, sums_of
 from st_aggretriever.parquet import read_parquet
-from st_aggretriever.vectors import Layout, VectorFolder, block_path, blocks_there, extra_files, partial_of, read_block
+from st_aggretriever.vectors import VectorFolder
 
 
 class Fault(NamedTuple):

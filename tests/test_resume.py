@@ -22,8 +22,8 @@ from st_aggretriever import (
     train,
     trainer,
 )
+from st_aggretriever.atomic import lock_folder
 from st_aggretriever.trainer import AggretrieverTrainer
-from st_aggretriever.vectors import lock_folder
 
 
 @pytest.fixture(scope="module")

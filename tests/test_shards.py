@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from st_aggretriever import bulk, vectors
+from st_aggretriever import blocks, bulk
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
 from st_aggretriever.manifest import manifest_hash
@@ -753,7 +753,7 @@ def test_a_second_writer_is_refused_and_the_first_loses_nothing(tmp_path: Path) 
 
 def test_a_full_disk_is_said_and_the_finished_blocks_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source("texts", lambda: iter(ROWS))
-    real, written = vectors.replacing, []
+    real, written = blocks.replacing, []
 
     def full(path: Path, mode: str = "w") -> Any:
         written.append(path.name)
@@ -761,7 +761,7 @@ def test_a_full_disk_is_said_and_the_finished_blocks_stay(tmp_path: Path, monkey
             raise OSError(28, "No space left on device")
         return real(path, mode)
 
-    monkeypatch.setattr(vectors, "replacing", full)
+    monkeypatch.setattr(blocks, "replacing", full)
     with pytest.raises(OSError, match=r"no space is left for .*v\.partial .*run the same command again"):
         encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
     monkeypatch.undo()

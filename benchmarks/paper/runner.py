@@ -29,7 +29,7 @@ from arms import BM25, Model, Row
 from fit import Fit, fit, load, set_length, untrained
 from scales import Collection, Scale
 
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import lock_folder, replacing
 from st_aggretriever.bm25 import search_bm25
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.encoding import Encoder
@@ -43,7 +43,7 @@ from st_aggretriever.readers.text import checksum
 from st_aggretriever.readers.training import open_training_data
 from st_aggretriever.retrieve import rankings_of
 from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder, lock_folder
+from st_aggretriever.vectors import VectorFolder
 
 FINDINGS = Path(__file__).with_name("findings.json")
 DEPTH = 1000
