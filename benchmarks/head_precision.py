@@ -20,7 +20,7 @@ import torch
 from st_aggretriever import load_aggretriever
 from st_aggretriever.evaluation.metrics import evaluate_run, mean_figures, rank
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
-from st_aggretriever.search import search
+from st_aggretriever.search.exact import search
 
 ARMS: dict[str, dict[str, Any]] = {
     "float32": {},

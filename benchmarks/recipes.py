@@ -29,7 +29,7 @@ from st_aggretriever.evaluation.metrics import evaluate_run, mean_figures
 from st_aggretriever.fold import fold_lexical
 from st_aggretriever.mining import MiningSettings, mine
 from st_aggretriever.readers.training import open_training_data
-from st_aggretriever.search import search
+from st_aggretriever.search.exact import search
 from st_aggretriever.versions import versions
 
 CLS_DIM = 128

@@ -30,8 +30,8 @@ import numpy as np
 
 from st_aggretriever import build_aggretriever
 from st_aggretriever.quickstart import asset
-from st_aggretriever.shards import open_shards
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.vectors.folder import VectorFolder
+from st_aggretriever.vectors.shards import open_shards
 from st_aggretriever.versions import versions
 
 BLOCK = 5000

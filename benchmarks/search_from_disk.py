@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from st_aggretriever.retrieve import recall, search_exactly
-from st_aggretriever.search import TORCH_TILE, search
-from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.search.exact import TORCH_TILE, search
+from st_aggretriever.search.retrieve import recall, search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
 
 DIMENSION = 768
 BLOCK = 50_000

@@ -21,9 +21,9 @@ import numpy as np
 
 from st_aggretriever.export.milvus import Milvus
 from st_aggretriever.export.stores import export_vectors
-from st_aggretriever.retrieve import search_exactly
-from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.search.exact import search
+from st_aggretriever.search.retrieve import search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
 
 DIMENSION, BLOCK = 768, 20_000
 

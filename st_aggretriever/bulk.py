@@ -16,12 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.atomic import check_output
-from st_aggretriever.blocks import check_dtype
 from st_aggretriever.encoding import PROMPT_NAMES, Encoder
-from st_aggretriever.manifest import counted, texts_of
-from st_aggretriever.search import check_vectors
-from st_aggretriever.shards import Shard, shard_folder
-from st_aggretriever.vectors import VectorFolder, VectorWriter, is_finished
+from st_aggretriever.search.exact import check_vectors
+from st_aggretriever.vectors.blocks import check_dtype
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter, is_finished
+from st_aggretriever.vectors.manifest import counted, texts_of
+from st_aggretriever.vectors.shards import Shard, shard_folder
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.folding import Folded, lexical_part, unfoldable_texts
-from st_aggretriever.search import check_vectors
+from st_aggretriever.search.exact import check_vectors
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Encoder:
         return vectors
 
     def manifest(self, side: str, dimension: int, name: str) -> dict[str, Any]:
-        """What vectors of this side are made by, as :class:`st_aggretriever.vectors.VectorFolder` keeps it."""
+        """What vectors of this side are made by, as :class:`st_aggretriever.vectors.folder.VectorFolder` keeps it."""
         return {
             "side": side,
             "model": name,

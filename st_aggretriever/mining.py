@@ -19,14 +19,14 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.atomic import partial_of, replacing
-from st_aggretriever.bm25 import BM25, best_of
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.readers.mined import FORMAT, relative
 from st_aggretriever.readers.store import EMPTY, BadRows, Passages, find_first, hash_of
 from st_aggretriever.readers.training import TrainingData
-from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.bm25 import BM25, best_of
+from st_aggretriever.search.exact import search
+from st_aggretriever.vectors.folder import VectorFolder
 from st_aggretriever.versions import versions
 
 QUERIES = 20_000  # searched at a time, and what an interruption can lose; with 200 hits each they need 100 MB
@@ -124,7 +124,7 @@ def mine(
         model_name: How the file names the model.
         corpus: A collection (``id<tab>text``, or JSON lines) or BEIR folder to mine from instead.
         batch_size: Texts a batch.
-        backend: Of the search, see :func:`st_aggretriever.search.search`.
+        backend: Of the search, see :func:`st_aggretriever.search.exact.search`.
 
     Returns:
         The manifest, which is the file's first line.

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.blocks import write_block
 from st_aggretriever.bulk import BlockEncoder, Progress, Texts, logger, plan, prepare_output
-from st_aggretriever.manifest import read_record
-from st_aggretriever.search import Hits, check_vectors
-from st_aggretriever.shard_search import merge_all, search_folder
-from st_aggretriever.shards import Shard
-from st_aggretriever.vectors import VectorFolder, VectorWriter, is_finished
+from st_aggretriever.search.exact import Hits, check_vectors
+from st_aggretriever.search.shards import merge_all, search_folder
+from st_aggretriever.vectors.blocks import write_block
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter, is_finished
+from st_aggretriever.vectors.manifest import read_record
+from st_aggretriever.vectors.shards import Shard
 
 # Of the machine's cores, for all actors of a pool on CPUs together: what is left runs Ray's other tasks, which would
 # wait for ever if actors held every core.
@@ -137,11 +137,11 @@ class _Encoder:
 
 
 def search_by_ray(folders: Sequence[VectorFolder], query_vectors: np.ndarray, top_k: int, **options: Any) -> Hits:
-    """As :meth:`st_aggretriever.shard_search.ShardSearch.search`, by an actor for each folder.
+    """As :meth:`st_aggretriever.search.shards.ShardSearch.search`, by an actor for each folder.
 
     Args:
         folders: At the same paths on every machine.
-        options: ``dtype``, ``backend``, ``device`` of :func:`st_aggretriever.retrieve.search_exactly`.
+        options: ``dtype``, ``backend``, ``device`` of :func:`st_aggretriever.search.retrieve.search_exactly`.
 
     Raises:
         As there, and ImportError without Ray.

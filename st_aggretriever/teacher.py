@@ -19,10 +19,10 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.atomic import replacing
-from st_aggretriever.bm25 import BM25, RULE
 from st_aggretriever.encoding import model_hash
 from st_aggretriever.readers.store import hash_of, key_of
 from st_aggretriever.readers.training import TrainingData
+from st_aggretriever.search.bm25 import BM25, RULE
 
 PAIRS_AT_ONCE = 1024  # sent to the teacher together, and what an interruption can lose
 PAIRS_A_FILE = 65_536

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from st_aggretriever.approximate import (
+from st_aggretriever.cli import main
+from st_aggretriever.search.approximate import (
     build_index,
     load_index,
     save_index,
     search_approximately,
     training_sample,
 )
-from st_aggretriever.cli import main
-from st_aggretriever.retrieve import rankings_of, search_exactly
-from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.search.retrieve import rankings_of, search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
 
 faiss = pytest.importorskip("faiss")
 

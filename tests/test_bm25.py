@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from st_aggretriever.bm25 import K1, B, search_bm25
 from st_aggretriever.cli import main
 from st_aggretriever.evaluation.bm25 import evaluate_bm25
+from st_aggretriever.search.bm25 import K1, B, search_bm25
 
 DOCUMENTS = [("a", "ships sail seas"), ("b", "the ship sails and sails"), ("c", "yeast"), ("d", ""), ("e", "yeast")]
 

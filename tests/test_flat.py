@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from st_aggretriever import flat
-from st_aggretriever.flat import FlatIP
-from st_aggretriever.search import search
+from st_aggretriever.search import flat
+from st_aggretriever.search.exact import search
+from st_aggretriever.search.flat import FlatIP
 
 
 @pytest.fixture

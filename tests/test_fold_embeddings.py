@@ -17,8 +17,8 @@ from st_aggretriever.cli import main
 from st_aggretriever.encoding import Encoder
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.folding import Folded, LexicalPart, fold_part, lexical_part
-from st_aggretriever.retrieve import load_queries
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.retrieve import load_queries
+from st_aggretriever.vectors.folder import VectorFolder
 
 TEXTS = ["the quick brown fox", "", "what is dense retrieval in a search engine ?", "a " * 60, "bread needs time"]
 D, DIVISORS = 60, [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]

@@ -9,11 +9,11 @@ import pytest
 import training_runs
 
 from st_aggretriever import TrainConfig, build_aggretriever, mining, teacher, train
-from st_aggretriever.bm25 import search_bm25
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import model_hash
 from st_aggretriever.mining import MiningSettings, mine
 from st_aggretriever.readers.training import TrainingData, open_training_data
+from st_aggretriever.search.bm25 import search_bm25
 
 WORDS = [f"w{number}" for number in range(12)]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from st_aggretriever.cli import main
-from st_aggretriever.ondisk import OnDiskIndex, build_on_disk, search_on_disk
-from st_aggretriever.retrieve import search_exactly
-from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.search.ondisk import OnDiskIndex, build_on_disk, search_on_disk
+from st_aggretriever.search.retrieve import search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
 
 faiss = pytest.importorskip("faiss")
 

@@ -19,7 +19,7 @@ from st_aggretriever import build_aggretriever, load_aggretriever
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import model_hash
 from st_aggretriever.inspection import failed_checks, format_report, inspect_model
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.vectors.folder import VectorFolder
 
 V, E = 37, 12
 TEXTS = ["the quick brown fox", "what is dense retrieval in a search engine ?", "", "a"]

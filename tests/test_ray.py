@@ -16,9 +16,9 @@ from test_shards import ROWS, Letters, files, write_jsonl  # noqa: E402
 from st_aggretriever.bulk import encode_to_disk  # noqa: E402
 from st_aggretriever.ray_engine import encode_by_ray, search_by_ray  # noqa: E402
 from st_aggretriever.readers.corpus import Corpus  # noqa: E402
-from st_aggretriever.retrieve import search_exactly  # noqa: E402
-from st_aggretriever.shards import open_shards  # noqa: E402
-from st_aggretriever.verify import verify  # noqa: E402
+from st_aggretriever.search.retrieve import search_exactly  # noqa: E402
+from st_aggretriever.vectors.shards import open_shards  # noqa: E402
+from st_aggretriever.vectors.verify import verify  # noqa: E402
 
 # Of starting Ray and its workers on a machine that is busy with other work.
 pytestmark = pytest.mark.timeout(300)

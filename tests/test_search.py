@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from st_aggretriever.search import FAISS_SETTINGS, pick_backend, search
+from st_aggretriever.search.exact import FAISS_SETTINGS, pick_backend, search
 
 Block = tuple[list[str], np.ndarray]
 
@@ -184,7 +184,7 @@ def test_torch_selects_the_same_whatever_the_tile(monkeypatch: pytest.MonkeyPatc
     ids = [str(number) for number in range(90)]
     expected = search(queries, split(ids, vectors, 90), 5, backend="torch")
     for tile in (1, 4, 7, 50):
-        monkeypatch.setattr("st_aggretriever.search.TORCH_TILE", tile)
+        monkeypatch.setattr("st_aggretriever.search.exact.TORCH_TILE", tile)
         found = search(queries, split(ids, vectors, 30), 5, backend="torch")
         assert found.ids.tolist() == expected.ids.tolist()
         assert found.scores.tolist() == expected.scores.tolist()

@@ -12,8 +12,8 @@ from st_aggretriever import build_aggretriever, load_aggretriever
 from st_aggretriever.check import compare, read_reference
 from st_aggretriever.encoding import Encoder
 from st_aggretriever.export.stores import export_vectors
-from st_aggretriever.retrieve import search_exactly
-from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.search.retrieve import search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 QUERY = "who sails a ship?"

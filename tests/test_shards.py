@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from st_aggretriever import blocks, bulk
+from st_aggretriever import bulk
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
-from st_aggretriever.manifest import manifest_hash
 from st_aggretriever.readers import corpus as corpus_module
 from st_aggretriever.readers.corpus import Corpus
-from st_aggretriever.retrieve import search_exactly
-from st_aggretriever.shard_search import ShardSearch
-from st_aggretriever.shards import merge_shards, open_shards, shard_from
-from st_aggretriever.vectors import VectorFolder, VectorWriter
-from st_aggretriever.verify import reopen, verify
+from st_aggretriever.search.retrieve import search_exactly
+from st_aggretriever.search.shards import ShardSearch
+from st_aggretriever.vectors import blocks
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
+from st_aggretriever.vectors.manifest import manifest_hash
+from st_aggretriever.vectors.shards import merge_shards, open_shards, shard_from
+from st_aggretriever.vectors.verify import reopen, verify
 
 ROWS = [(f"d{number}", "abc"[number % 3] * (number % 7 + 1)) for number in range(23)]
 
@@ -807,7 +808,7 @@ def test_blocks_of_parquet_hold_the_same_and_do_all_that_others_do(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["truncated", "empty", "flipped", "other ids", "missing", "npy"])
 def test_damaged_parquet_is_found_and_mended(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("pyarrow")
-    from st_aggretriever.parquet import write_parquet
+    from st_aggretriever.vectors.parquet import write_parquet
 
     source = Source("texts", lambda: iter(ROWS))
     folder = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4, files="parquet")

@@ -12,8 +12,8 @@ from st_aggretriever.cli import main
 from st_aggretriever.export import stores
 from st_aggretriever.export.milvus import EMBEDDED, Milvus
 from st_aggretriever.export.qdrant import Qdrant
-from st_aggretriever.retrieve import search_exactly
-from st_aggretriever.vectors import VectorFolder, VectorWriter
+from st_aggretriever.search.retrieve import search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
 
 DIMENSION, ROWS, BLOCK = 8, 60, 25
 MANIFEST = {"side": "document", "model": "m", "model_hash": "0", "dimension": DIMENSION, "block_size": BLOCK,

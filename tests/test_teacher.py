@@ -13,8 +13,8 @@ from conftest import make_config, make_tokenizer, save_backbone
 from sentence_transformers import SparseEncoder
 
 from st_aggretriever import build_aggretriever, teacher
-from st_aggretriever.bm25 import search_bm25
 from st_aggretriever.readers.training import TrainingData, open_training_data
+from st_aggretriever.search.bm25 import search_bm25
 from st_aggretriever.teacher import load_teacher, score_rows
 
 

@@ -12,9 +12,9 @@ from st_aggretriever import build_aggretriever
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import count_truncated, model_hash, prompt_of
-from st_aggretriever.retrieve import load_queries, search_exactly
-from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder, VectorWriter, check_comparable
+from st_aggretriever.search.exact import search
+from st_aggretriever.search.retrieve import load_queries, search_exactly
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter, check_comparable
 
 MANIFEST: dict[str, Any] = {
     "side": "document", "model": "m", "model_hash": "0" * 64, "dimension": 2, "parts": [["cls", 1], ["lexical", 1]],

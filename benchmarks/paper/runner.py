@@ -30,7 +30,6 @@ from fit import Fit, fit, load, set_length, untrained
 from scales import Collection, Scale
 
 from st_aggretriever.atomic import lock_folder, replacing
-from st_aggretriever.bm25 import search_bm25
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.encoding import Encoder
 from st_aggretriever.evaluation.fuse import fuse_convex, tune_weight
@@ -41,9 +40,10 @@ from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.dpr import read_passages, read_questions
 from st_aggretriever.readers.text import checksum
 from st_aggretriever.readers.training import open_training_data
-from st_aggretriever.retrieve import rankings_of
-from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.bm25 import search_bm25
+from st_aggretriever.search.exact import search
+from st_aggretriever.search.retrieve import rankings_of
+from st_aggretriever.vectors.folder import VectorFolder
 
 FINDINGS = Path(__file__).with_name("findings.json")
 DEPTH = 1000

@@ -97,8 +97,8 @@ def _qdrant(args: argparse.Namespace) -> None:
 
 def _export_vectors(args: argparse.Namespace, connect: Callable[[str, str | None], Any]) -> None:
     from st_aggretriever.export.stores import collection_name, export_vectors
-    from st_aggretriever.manifest import counted
-    from st_aggretriever.vectors import VectorFolder
+    from st_aggretriever.vectors.folder import VectorFolder
+    from st_aggretriever.vectors.manifest import counted
 
     token = None
     if args.token_env is not None:

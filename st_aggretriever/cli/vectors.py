@@ -70,9 +70,9 @@ def add_encode(commands: argparse._SubParsersAction) -> None:
 
 def _encode(args: argparse.Namespace) -> None:
     from st_aggretriever.bulk import encode_to_disk, prepare_output
-    from st_aggretriever.manifest import counted
-    from st_aggretriever.parquet import load_pyarrow
     from st_aggretriever.readers.corpus import Corpus
+    from st_aggretriever.vectors.manifest import counted
+    from st_aggretriever.vectors.parquet import load_pyarrow
 
     if args.side == "query" and args.windows is not None:
         raise ValueError("encode: --windows are for documents; a query is one text of --side query.")
@@ -127,7 +127,7 @@ def _shaped_model(args: argparse.Namespace, device: str | None) -> Any:
 
 
 def _shard(args: argparse.Namespace) -> tuple[int, int] | None:
-    from st_aggretriever.shards import check_shard, shard_from
+    from st_aggretriever.vectors.shards import check_shard, shard_from
 
     if args.shard == "auto":
         if args.num_shards is not None:
@@ -160,7 +160,7 @@ def _devices(args: argparse.Namespace) -> list[str]:
         return []
     import torch
 
-    from st_aggretriever.manifest import counted
+    from st_aggretriever.vectors.manifest import counted
 
     if args.workers < 1:
         raise ValueError(f"encode: --workers must be at least 1, got {args.workers}.")
@@ -198,9 +198,9 @@ def add_verify(commands: argparse._SubParsersAction) -> None:
 
 def _verify(args: argparse.Namespace) -> None:
     from st_aggretriever.encoding import model_hash
-    from st_aggretriever.manifest import counted
-    from st_aggretriever.shards import find_folders, in_order, open_folder
-    from st_aggretriever.verify import reopen, verify
+    from st_aggretriever.vectors.manifest import counted
+    from st_aggretriever.vectors.shards import find_folders, in_order, open_folder
+    from st_aggretriever.vectors.verify import reopen, verify
 
     paths = find_folders(args.folders)
     expected = None
@@ -239,14 +239,14 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _written(folder: Any) -> str:
-    from st_aggretriever.manifest import counted
+    from st_aggretriever.vectors.manifest import counted
 
     size = f"{folder.layout.dtype}, {folder.size / 1e6:,.1f} MB"
     return f"{_made_of(folder)}, {size}, {counted(folder.manifest['blocks'], 'block')}"
 
 
 def _made_of(folder: Any) -> str:
-    from st_aggretriever.manifest import counted
+    from st_aggretriever.vectors.manifest import counted
 
     made = folder.manifest
     return f"{counted(folder.rows, made['side'] + ' vector')} of {counted(made['dimension'], 'dimension')}"
@@ -267,7 +267,7 @@ def add_merge(commands: argparse._SubParsersAction) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    from st_aggretriever.shards import merge_shards
+    from st_aggretriever.vectors.shards import merge_shards
 
     folder = merge_shards(args.folders, args.output, copy=args.copy)
     print(f"wrote {args.output}: {_written(folder)}")
@@ -347,14 +347,14 @@ def check_index_options(args: argparse.Namespace) -> None:
 
 
 def _search(args: argparse.Namespace) -> None:
-    from st_aggretriever import retrieve
-    from st_aggretriever.approximate import build_index, load_index, save_index, search_approximately
     from st_aggretriever.atomic import replacing
     from st_aggretriever.evaluation.runs import check_run_id, run_lines
-    from st_aggretriever.manifest import counted
-    from st_aggretriever.shard_search import ShardSearch
-    from st_aggretriever.shards import open_shards
-    from st_aggretriever.vectors import VectorFolder
+    from st_aggretriever.search import retrieve
+    from st_aggretriever.search.approximate import build_index, load_index, save_index, search_approximately
+    from st_aggretriever.search.shards import ShardSearch
+    from st_aggretriever.vectors.folder import VectorFolder
+    from st_aggretriever.vectors.manifest import counted
+    from st_aggretriever.vectors.shards import open_shards
 
     check_index_options(args)
     if args.recall_queries < 0:
@@ -402,11 +402,11 @@ def _search(args: argparse.Namespace) -> None:
 
 
 def _search_on_disk(args: argparse.Namespace, folders: Any, vectors: Any) -> Any:
-    from st_aggretriever.manifest import counted
-    from st_aggretriever.ondisk import search_on_disk
-    from st_aggretriever.retrieve import recall
-    from st_aggretriever.search import Hits
-    from st_aggretriever.shard_search import ShardSearch
+    from st_aggretriever.search.exact import Hits
+    from st_aggretriever.search.ondisk import search_on_disk
+    from st_aggretriever.search.retrieve import recall
+    from st_aggretriever.search.shards import ShardSearch
+    from st_aggretriever.vectors.manifest import counted
 
     hits, report = search_on_disk(args.on_disk, folders, vectors, args.top_k, parameters=args.index_parameters)
     line = f"{' '.join([report['factory'], *args.index_parameters.split()])}: {report['bytes'] / 1e6:,.1f} MB on disk"
@@ -439,9 +439,9 @@ def add_index(commands: argparse._SubParsersAction) -> None:
 
 
 def _index(args: argparse.Namespace) -> None:
-    from st_aggretriever.manifest import counted
-    from st_aggretriever.ondisk import build_on_disk
-    from st_aggretriever.shards import open_shards
+    from st_aggretriever.search.ondisk import build_on_disk
+    from st_aggretriever.vectors.manifest import counted
+    from st_aggretriever.vectors.shards import open_shards
 
     if args.training_vectors < 1:
         raise ValueError(f"index: --training-vectors must be at least 1, got {args.training_vectors}.")

@@ -24,7 +24,7 @@ from st_aggretriever.evaluation.metrics import (
 from st_aggretriever.evaluation.runs import check_run_id, run_lines
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum, find_text
-from st_aggretriever.search import Hits, pick_backend, search
+from st_aggretriever.search.exact import Hits, pick_backend, search
 from st_aggretriever.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def evaluate_beir(
         drop_identical_ids: drop a document whose id is the query's, before the cut at ``top_k``.
         exclude_overlap: file written by :func:`st_aggretriever.evaluation.overlap.find_overlap` for this data; the
             result then holds ``without_overlap``, the figures without the queries that it calls affected.
-        backend: see :func:`st_aggretriever.search.search`; it runs on the model's GPU if there is one.
+        backend: see :func:`st_aggretriever.search.exact.search`; it runs on the model's GPU if there is one.
         model_name: how the result names the model.
 
     Returns:

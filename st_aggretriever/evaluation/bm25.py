@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from st_aggretriever.bm25 import RULE, search_bm25
 from st_aggretriever.evaluation.beir import Collection, check_outputs, read_collection, score_hits
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
-from st_aggretriever.search import Hits
+from st_aggretriever.search.bm25 import RULE, search_bm25
+from st_aggretriever.search.exact import Hits
 
 
 def evaluate_bm25(

@@ -20,7 +20,7 @@ import numpy as np
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.encoding import Encoder, count_truncated, length_limit, model_hash, prompt_of
-from st_aggretriever.search import search
+from st_aggretriever.search.exact import search
 from st_aggretriever.versions import versions
 
 try:
@@ -61,7 +61,7 @@ def evaluate_mteb(
         name: Of the model, ``organisation/name``; a bare name gets the organisation ``local``.
         revision: Commit or version; None takes the model's hash.
         batch_size: Texts a batch.
-        backend: See :func:`st_aggretriever.search.search`.
+        backend: See :func:`st_aggretriever.search.exact.search`.
 
     Returns:
         ``figures`` (task -> split -> subset -> main score) with rules, prompts, truncated texts and versions.
@@ -140,7 +140,7 @@ class ExactIndex:
 
     Args:
         normalise: Bring vectors to length 1 first, for models that compare by cosine.
-        backend, device: See :func:`st_aggretriever.search.search`.
+        backend, device: See :func:`st_aggretriever.search.exact.search`.
     """
 
     def __init__(self, *, normalise: bool, backend: str = "auto", device: str = "cpu") -> None:

@@ -13,8 +13,8 @@ from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.explain.texts import valid_unicode
 from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.readers.text import id_of, join_title, read_jsonl, read_lines, text_of
-from st_aggretriever.search import search
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.exact import search
+from st_aggretriever.vectors.folder import VectorFolder
 
 logger = logging.getLogger(__name__)
 

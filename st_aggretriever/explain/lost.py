@@ -140,7 +140,7 @@ def explain_lost(
     collection = read_collection(data, split, ids_in_run=False)
     ours = read_run(run)
     if str(against) == "bm25":
-        from st_aggretriever.bm25 import search_bm25
+        from st_aggretriever.search.bm25 import search_bm25
 
         hits = search_bm25(collection.queries, collection.corpus(), 1000)
         rows = zip(collection.queries, hits.ids.tolist(), hits.scores.tolist(), strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from st_aggretriever.encoding import prompt_of
-from st_aggretriever.search import check_vectors
+from st_aggretriever.search.exact import check_vectors
 
 TILE_BYTES = 32 * 2**20  # of logits at a time
 # Scripts written without blanks between words: each token is a word of its own there.

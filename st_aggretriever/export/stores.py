@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.vectors.folder import VectorFolder
 
 BATCH = 1000  # vectors a request: 3 MB at 768 dimensions, far below what a server takes
 

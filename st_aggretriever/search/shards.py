@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.retrieve import search_exactly
-from st_aggretriever.search import Hits, check_vectors, merge
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.exact import Hits, check_vectors, merge
+from st_aggretriever.search.retrieve import search_exactly
+from st_aggretriever.vectors.folder import VectorFolder
 
 
 class ShardSearch:
@@ -21,9 +21,9 @@ class ShardSearch:
     A context manager, which ends the processes.
 
     Args:
-        folders: See :func:`st_aggretriever.shards.open_shards`.
+        folders: See :func:`st_aggretriever.vectors.shards.open_shards`.
         workers: Processes; each searches one folder at a time and holds two pieces of it. 1 searches here.
-        dtype, backend, device: See :func:`st_aggretriever.retrieve.search_exactly`.
+        dtype, backend, device: See :func:`st_aggretriever.search.retrieve.search_exactly`.
 
     Raises:
         ValueError: workers below 1.
@@ -49,7 +49,8 @@ class ShardSearch:
         """The ``top_k`` documents of the largest inner product for each of the (Q, dim) float32 queries, best first.
 
         Raises:
-            ValueError: As :func:`st_aggretriever.search.search`; an id that is in two folders, where both are hits.
+            ValueError: As :func:`st_aggretriever.search.exact.search`; an id that is in two folders, where both are
+                hits.
         """
         queries = check_vectors(range(len(query_vectors)), query_vectors, "query")
         if self._pool is None:

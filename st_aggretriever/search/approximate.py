@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from st_aggretriever.atomic import replacing
-from st_aggretriever.manifest import counted
-from st_aggretriever.retrieve import recall, search_exactly
-from st_aggretriever.search import Hits, check_vectors, pick_backend
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.exact import Hits, check_vectors, pick_backend
+from st_aggretriever.search.retrieve import recall, search_exactly
+from st_aggretriever.vectors.folder import VectorFolder
+from st_aggretriever.vectors.manifest import counted
 
 T = TypeVar("T")
 
@@ -145,8 +145,8 @@ def search_approximately(
 ) -> tuple[Hits, dict[str, Any]]:
     """The ``top_k`` documents that an approximate index finds, on the CPU, and what it costs.
 
-    Its recall is the share of the exact ``top_k`` (by :func:`st_aggretriever.retrieve.search_exactly`, all queries)
-    among what it found.
+    Its recall is the share of the exact ``top_k`` (by :func:`st_aggretriever.search.retrieve.search_exactly`, all
+    queries) among what it found.
 
     Args:
         built: See :func:`build_index` and :func:`load_index`.

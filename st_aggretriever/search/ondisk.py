@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from st_aggretriever.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
 from st_aggretriever.atomic import check_output, lock_folder, partial_of, replacing
-from st_aggretriever.blocks import said_if_full
-from st_aggretriever.manifest import counted
 from st_aggretriever.readers.text import checksum
-from st_aggretriever.search import Hits, check_vectors
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.search.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
+from st_aggretriever.search.exact import Hits, check_vectors
+from st_aggretriever.vectors.blocks import said_if_full
+from st_aggretriever.vectors.folder import VectorFolder
+from st_aggretriever.vectors.manifest import counted
 
 FORMAT = "st_aggretriever index on disk, 2"
 FILES = ("index.faiss", "lists.ivfdata", "ids.bin", "ids.npy")
@@ -46,7 +46,7 @@ def build_on_disk(
     The inner product is its measure. Memory holds the sample while it trains, then one part's codes.
 
     Args:
-        folders: See :func:`st_aggretriever.shards.open_shards`.
+        folders: See :func:`st_aggretriever.vectors.shards.open_shards`.
         factory: Of an inverted file, as Faiss's ``index_factory`` takes it, for instance ``"OPQ96,IVF65536,PQ96"``.
         output: Folder to write.
         training_vectors: Spread evenly over all; Faiss wants at least 39 a cell.

@@ -19,7 +19,8 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from st_aggretriever.atomic import check_output, lock_folder, partial_of, replacing
-from st_aggretriever.blocks import (
+from st_aggretriever.folding import LexicalPart, fold_part
+from st_aggretriever.vectors.blocks import (
     Layout,
     block_path,
     check_dtype,
@@ -31,8 +32,7 @@ from st_aggretriever.blocks import (
     to_dtype,
     write_block,
 )
-from st_aggretriever.folding import LexicalPart, fold_part
-from st_aggretriever.manifest import (
+from st_aggretriever.vectors.manifest import (
     FILES,
     FINISHED,
     FORMAT,
@@ -271,7 +271,7 @@ class VectorFolder:
     def check_files(self) -> None:
         """Refuse files that aren't those the manifest counts, by their names and the numbers of rows they give.
 
-        No vector is read: whether these are unchanged is what :func:`st_aggretriever.verify.verify` tells.
+        No vector is read: whether these are unchanged is what :func:`st_aggretriever.vectors.verify.verify` tells.
 
         Raises:
             FileNotFoundError: A block's file is missing.

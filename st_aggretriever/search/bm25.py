@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.search import Hits, order_ties
+from st_aggretriever.search.exact import Hits, order_ties
 
 K1, B = 0.9, 0.4  # Pyserini's defaults for passages, which the published BM25 figures use
 RULE = f"BM25 by bm25s: method lucene, k1 {K1}, b {B}, English stop words, Snowball English stemmer"

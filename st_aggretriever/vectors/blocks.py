@@ -14,8 +14,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from st_aggretriever.atomic import replacing
-from st_aggretriever.manifest import DTYPES, ids_hash, read_record
-from st_aggretriever.parquet import read_parquet, rows_of_parquet, write_parquet
+from st_aggretriever.vectors.manifest import DTYPES, ids_hash, read_record
+from st_aggretriever.vectors.parquet import read_parquet, rows_of_parquet, write_parquet
 
 
 class Layout(NamedTuple):

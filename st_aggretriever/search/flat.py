@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.blocks import to_dtype
-from st_aggretriever.search import TORCH_SCORES, Hits, check_vectors, full_precision, id_array, merge, tied_top_k
+from st_aggretriever.search.exact import TORCH_SCORES, Hits, check_vectors, full_precision, id_array, merge, tied_top_k
+from st_aggretriever.vectors.blocks import to_dtype
 
 GPU_ROWS = 2**18  # documents that are widened to float32 at a time: 768 MiB at 768 dimensions
 CPU_ROWS = 2**14
@@ -19,7 +19,7 @@ class FlatIP:
     """An index for many searches: vectors are sent to their devices once, by torch.
 
     Numbers may be stored in half precision, but are multiplied and summed in float32: rounded scores would tie by the
-    hundreds. Ties go by document id, descending, as in :func:`st_aggretriever.search.search`, whose code merges
+    hundreds. Ties go by document id, descending, as in :func:`st_aggretriever.search.exact.search`, whose code merges
     the shards.
 
     Args:
@@ -51,7 +51,7 @@ class FlatIP:
         """Add (n, dim) float32 vectors, spread evenly over the devices.
 
         Raises:
-            ValueError: As :func:`st_aggretriever.search.search` for a block; a number beyond float16.
+            ValueError: As :func:`st_aggretriever.search.exact.search` for a block; a number beyond float16.
         """
         import torch
 

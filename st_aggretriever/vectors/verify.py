@@ -12,10 +12,10 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.atomic import partial_of
-from st_aggretriever.blocks import Layout, block_path, blocks_there, extra_files, read_block
-from st_aggretriever.manifest import SUMMED, blocks_hash, counted, ids_hash, read_record, sums_of
-from st_aggretriever.parquet import read_parquet
-from st_aggretriever.vectors import VectorFolder
+from st_aggretriever.vectors.blocks import Layout, block_path, blocks_there, extra_files, read_block
+from st_aggretriever.vectors.folder import VectorFolder
+from st_aggretriever.vectors.manifest import SUMMED, blocks_hash, counted, ids_hash, read_record, sums_of
+from st_aggretriever.vectors.parquet import read_parquet
 
 
 class Fault(NamedTuple):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from st_aggretriever.blocks import check_dtype
-from st_aggretriever.manifest import counted
-from st_aggretriever.search import Hits, search
-from st_aggretriever.vectors import READ_BYTES, VectorFolder, check_comparable
+from st_aggretriever.search.exact import Hits, search
+from st_aggretriever.vectors.blocks import check_dtype
+from st_aggretriever.vectors.folder import READ_BYTES, VectorFolder, check_comparable
+from st_aggretriever.vectors.manifest import counted
 
 
 def describe_search(index: VectorFolder | Sequence[VectorFolder], queries: int, dtype: str | None = None) -> str:
@@ -42,7 +42,7 @@ def search_exactly(
 
     Args:
         dtype: ``"float16"`` searches numbers rounded to half precision; None those on disk.
-        top_k, backend, device: See :func:`st_aggretriever.search.search`.
+        top_k, backend, device: See :func:`st_aggretriever.search.exact.search`.
     """
     if dtype is not None:
         check_dtype(dtype)

@@ -12,10 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from st_aggretriever.atomic import partial_of
-from st_aggretriever.blocks import block_path, said_if_full
-from st_aggretriever.manifest import FINISHED, counted, read_record, sums_of
-from st_aggretriever.vectors import VectorFolder, VectorWriter
-from st_aggretriever.verify import Ids, check_block, check_order
+from st_aggretriever.vectors.blocks import block_path, said_if_full
+from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
+from st_aggretriever.vectors.manifest import FINISHED, counted, read_record, sums_of
+from st_aggretriever.vectors.verify import Ids, check_block, check_order
 
 Shard = tuple[int, int]  # (i, n): which, from 0, of how many
 
@@ -80,7 +80,7 @@ def open_folder(path: Path, lexical_dim: int | None = None) -> VectorFolder:
     """A folder of vectors; of a shard that isn't there it is said how to make it.
 
     Raises:
-        FileNotFoundError, ValueError: As :class:`st_aggretriever.vectors.VectorFolder`.
+        FileNotFoundError, ValueError: As :class:`st_aggretriever.vectors.folder.VectorFolder`.
     """
     try:
         return VectorFolder(path, lexical_dim)
@@ -168,8 +168,8 @@ def _shared(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def merge_shards(folders: Sequence[str | Path], output: str | Path, *, copy: bool = False) -> VectorFolder:
     """Put all shards of a collection into one folder, the same files that one process would have written.
 
-    Each block is checked first (see :func:`st_aggretriever.verify.check_block`). Called again after an interruption,
-    it goes on with the next block. The shards stay as they are.
+    Each block is checked first (see :func:`st_aggretriever.vectors.verify.check_block`). Called again after an
+    interruption, it goes on with the next block. The shards stay as they are.
 
     Args:
         folders: All shards, or the folder that holds them.
