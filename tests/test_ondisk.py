@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from st_aggretriever.cli import main
+from st_aggretriever.search import ondisk
 from st_aggretriever.search.ondisk import OnDiskIndex, build_on_disk, search_on_disk
 from st_aggretriever.search.retrieve import search_exactly
 from st_aggretriever.vectors.folder import VectorFolder, VectorWriter
@@ -112,6 +113,37 @@ def test_what_cannot_be_trained_leaves_the_name_free(folders: list[VectorFolder]
     with pytest.raises(ValueError, match="holds query vectors"):
         build_on_disk([write_vectors(tmp_path / "q", QUERIES, side="query")], "IVF4,Flat", tmp_path / "index")
     assert build_on_disk(folders, "IVF4,Flat", tmp_path / "index").is_dir()
+
+
+@pytest.mark.parametrize("name", ["trained.faiss", "part-00000.faiss"])
+def test_what_an_interruption_left_and_is_damaged_is_named(
+    folders: list[VectorFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ondisk, "_put_together", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build_on_disk(folders, "IVF4,Flat", tmp_path / "index", part_rows=200)
+    monkeypatch.undo()
+    left = tmp_path / "index.partial" / name
+    left.write_bytes(left.read_bytes()[:20])
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*\. Remove it and run the same command again\.$"):
+        build_on_disk(folders, "IVF4,Flat", tmp_path / "index", part_rows=200)
+    for path in left.parent.glob("*.faiss"):
+        path.unlink()
+    assert build_on_disk(folders, "IVF4,Flat", tmp_path / "index", part_rows=200).is_dir()
+
+
+def test_what_faiss_says_while_the_index_is_filled_is_a_sentence(
+    folders: list[VectorFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Error in void faiss::Index::add() at a.cpp:43: add_with_ids not implemented")
+
+    monkeypatch.setattr(ondisk, "_fill", fail)
+    with pytest.raises(ValueError, match=r"can't make the index 'IVF4,Flat' .*: add_with_ids not implemented\.$"):
+        build_on_disk(folders, "IVF4,Flat", tmp_path / "index")
 
 
 @pytest.mark.parametrize("name", ["index.faiss", "lists.ivfdata", "ids.bin", "ids.npy", "manifest.json"])

@@ -89,8 +89,8 @@ def build_on_disk(
                 sample = _sample(folders, training_vectors)
                 faiss_says(factory, lambda: index.train(sample))
                 _write(partial / "trained.faiss", index)
-            _fill(partial, folders, part_rows)
-            _put_together(partial)
+            faiss_says(factory, lambda: _fill(partial, folders, part_rows))
+            faiss_says(factory, lambda: _put_together(partial))
         _write_ids(partial, folders)
         for path in (partial / "trained.faiss", *partial.glob("part-*.faiss")):
             path.unlink(missing_ok=True)
@@ -141,8 +141,8 @@ class OnDiskIndex:
             raise _damaged(path / "index.faiss", faiss_reason(error)) from None
         try:
             self.starts = np.load(path / "ids.npy", mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, SyntaxError, TypeError) as error:
-            raise _damaged(path / "ids.npy", " ".join(str(error).split())) from None
+        except (ValueError, EOFError, SyntaxError, TypeError):  # with advice on pickles
+            raise _damaged(path / "ids.npy", "it begins otherwise than a file of numpy") from None
         self.ids = np.memmap(path / "ids.bin", np.uint8, mode="r")
         if (self.starts.dtype, self.starts.shape) != (np.dtype(np.int64), (self.manifest["rows"] + 1,)):
             raise _damaged(path / "ids.npy", f"it holds {self.starts.dtype} {self.starts.shape}")
@@ -249,7 +249,6 @@ def _sample(folders: Sequence[VectorFolder], limit: int) -> np.ndarray:
 
 def _fill(partial: Path, folders: Sequence[VectorFolder], part_rows: int) -> None:
     """Write the parts that aren't there: the trained index with some of the vectors, by their positions in all."""
-    faiss = load_faiss()
     total = sum(folder.rows for folder in folders)
     with tqdm(total=total, desc="vectors", unit="vector", disable=None) as bar:
         for number, (start, blocks) in enumerate(_parts(folders, part_rows)):
@@ -257,7 +256,7 @@ def _fill(partial: Path, folders: Sequence[VectorFolder], part_rows: int) -> Non
             if path.exists():
                 bar.update(sum(len(folder.ids(block)) for folder, block in blocks))
                 continue
-            index = faiss.read_index(str(partial / "trained.faiss"))
+            index = _read(partial / "trained.faiss")
             for folder, block in blocks:
                 ids, vectors = folder.read(block)
                 if not ids:
@@ -287,11 +286,11 @@ def _parts(folders: Sequence[VectorFolder], part_rows: int) -> Iterator[tuple[in
 def _put_together(partial: Path) -> None:
     """One index whose inverted lists are a file, of all parts; these are memory-mapped meanwhile."""
     faiss = load_faiss()
-    parts = [faiss.read_index(str(path), faiss.IO_FLAG_MMAP) for path in sorted(partial.glob("part-*.faiss"))]
+    parts = [_read(path, faiss.IO_FLAG_MMAP) for path in sorted(partial.glob("part-*.faiss"))]
     lists = faiss.InvertedListsPtrVector()
     for part in parts:
         lists.push_back(faiss.extract_index_ivf(part).invlists)
-    index = faiss.read_index(str(partial / "trained.faiss"))
+    index = _read(partial / "trained.faiss")
     inverted = faiss.extract_index_ivf(index)
     data = partial / "lists.ivfdata"
     data.unlink(missing_ok=True)
@@ -301,6 +300,16 @@ def _put_together(partial: Path) -> None:
     inverted.replace_invlists(on_disk, True)
     on_disk.this.disown()  # the index owns it now
     _write(partial / "index.faiss", index)
+
+
+def _read(path: Path, flags: int = 0) -> Any:
+    """What an interrupted building has left."""
+    try:
+        return load_faiss().read_index(str(path), flags)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"{path} is damaged: {faiss_reason(error)}. Remove it and run the same command again."
+        ) from None
 
 
 def _write(path: Path, index: Any) -> None:
