@@ -42,9 +42,8 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
 
     Args:
         data: The training data, read row by row from disk, in place of ``train_dataset``.
-        patience, min_gain: Stop when the last so many evaluations have brought no gain above ``min_gain`` over the best
-            figure before them, see :func:`is_flat`; 0 evaluations never do. Needs an evaluator and
-            ``args.metric_for_best_model``.
+        patience, min_gain: Stop when the last so many evaluations bring nothing new, see :func:`is_flat`; 0 evaluations
+            never do. Needs an evaluator and ``args.metric_for_best_model``.
         *args, **kwargs: As :class:`SentenceTransformerTrainer`.
     """
 
@@ -259,16 +258,22 @@ class _Epochs(TrainerCallback):
 
 
 def is_flat(figures: Sequence[float], patience: int, min_gain: float = 0.0) -> bool:
-    """Whether the last ``patience`` figures are above all before them by ``min_gain`` at most; never for 0 of them.
+    """Whether the last ``patience`` figures, the larger the better, bring nothing new; never for 0 of them.
+
+    None of them is a new best; or with ``min_gain``, for figures that are noisy, their mean is above the mean of as
+    many before them by that at most.
 
     >>> is_flat([0.3, 0.5, 0.5], patience=1), is_flat([0.3, 0.5, 0.51], patience=1)
     (True, False)
-    >>> is_flat([0.3, 0.5, 0.505, 0.51], patience=2, min_gain=0.02)  # slowly rising counts too
+    >>> is_flat([0.3, 0.48, 0.52, 0.49, 0.53], patience=2, min_gain=0.02)  # .51 after .50
     True
     """
     if not 0 < patience < len(figures):
         return False
-    return max(figures[-patience:]) <= max(figures[:-patience]) + min_gain
+    if not min_gain:
+        return max(figures[-patience:]) <= max(figures[:-patience])
+    before = figures[-2 * patience : -patience]
+    return len(before) == patience and sum(figures[-patience:]) <= sum(before) + patience * min_gain
 
 
 class _Evaluations(TrainerCallback):

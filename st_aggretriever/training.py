@@ -146,7 +146,7 @@ def _check_environment(config: TrainConfig, evaluator: BaseEvaluator | None) -> 
     elif evaluator is None and config.patience:
         raise ValueError("train: patience needs a development set: give dev_data or dev_share.")
     if config.min_gain and not config.patience:
-        raise ValueError("train: min_gain belongs to patience: say after how many evaluations without it to stop.")
+        raise ValueError("train: min_gain belongs to patience: say over how many evaluations means are taken.")
     if config.report_to:
         _check_integrations(config.report_to)
 

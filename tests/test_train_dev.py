@@ -79,18 +79,20 @@ def test_it_stops_after_so_many_evaluations_without_a_better_one(settings: dict)
     assert differing(weights(model), judge.seen[1]) == set()
 
 
-def test_a_gain_that_is_too_small_counts_as_none_but_its_weights_are_kept(settings: dict) -> None:
-    judge = Scripted(0.1, 0.5, 0.505, 0.509)  # .009 in two evaluations
+def test_noisy_figures_are_flat_by_their_means(settings: dict) -> None:
     settings["report"] = True
-    model = train(TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.01), evaluator=judge)
+    figures = (0.3, 0.50, 0.48, 0.51, 0.49, 0.52)  # means of two: from the fourth on .495 after .40, .50 after .49
+    model = train(
+        TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.02), evaluator=(judge := Scripted(*figures))
+    )
     record = record_of(settings)
-    assert (record["steps"], record["best_step"]) == (4, 4)
-    assert "2 evaluations without one better by 0.01" in (Path(settings["output"]) / "report.md").read_text()
+    assert (record["steps"], record["best_step"]) == (5, 4)
+    said = "Stopped early: the mean of 2 evaluations was above that of the 2 before by 0.02 at most."
+    assert said in (Path(settings["output"]) / "report.md").read_text()
     assert differing(weights(model), judge.seen[3]) == set()
     settings |= {"output": settings["output"] + "-on"}
-    judge = Scripted(0.1, 0.5, 0.505, 0.509, 0.4)
-    train(TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.008), evaluator=judge)
-    assert record_of(settings)["steps"] == 5
+    train(TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.005), evaluator=Scripted(*figures))
+    assert record_of(settings)["steps"] == 6
 
 
 def test_a_run_that_stops_early_knows_its_losses(settings: dict) -> None:
