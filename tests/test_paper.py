@@ -95,7 +95,7 @@ def test_what_another_process_makes_is_left_to_it_and_waited_for(
     paper: SimpleNamespace, twice: Any, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, row = twice.again, small.rows[1]
-    held = runner._alone(runner.run_id(row.model, 0))
+    held = runner.alone(runner.run_id(row.model, 0))
     asked: list[str] = []
     original = runner.figures
     monkeypatch.setattr(runner, "figures", lambda row, *rest: asked.append(row.name) or original(row, *rest))
@@ -118,7 +118,8 @@ def test_every_recipe_trains_until_its_dev_figure_is_flat(
     model = paper.arms.Model(recipe=recipe)
     run = dataclasses.replace(twice.again._fit(model, 0, 1e-3, 1.0, 6), path=twice.again.backbone("main"))
     record = paper.fit.fit(scale, run, tmp_path / "flat")
-    assert [step for step, _ in record["dev_curve"]] == [1, 2]
+    first = 2 if recipe == "splade" else 1  # a third of the steps passes before it is regularised as it should be
+    assert [step for step, _ in record["dev_curve"]] == [first, first + 1]
     assert record["flat"] is True
     never = paper.fit.fit(dataclasses.replace(scale, patience=6), run, tmp_path / "never")
     assert (never["steps"], never["flat"]) == (6, False)
@@ -206,13 +207,25 @@ def test_collections_weigh_the_same_whatever_their_queries(paper: SimpleNamespac
     assert result["interval"] == pytest.approx([0.5, 0.5])
 
 
-def test_the_spread_of_few_seeds_is_enlarged(paper: SimpleNamespace) -> None:
-    figures = figures_of({"a": [[0.0], [1.0]]})
-    rng = np.random.default_rng(0)
-    values = paper.judge._resampled({"row 0": 1}, figures, {"row 0": "x"}, 400, rng)
-    # Two seeds are drawn as 0 0, 0 1 or 1 1; around the mean of .5 that is 0 or half of the square root of 2.
-    assert set(np.round(values, 6)) == {round(0.5 - 2**-0.5, 6), 0.5, round(0.5 + 2**-0.5, 6)}
-    assert np.mean(values == 0.5) == pytest.approx(0.5, abs=0.1)
+@pytest.mark.parametrize(("n", "quantile"), [(2, 12.706), (3, 4.303), (5, 2.776)])
+def test_the_mean_of_few_seeds_is_drawn_from_students_t(paper: SimpleNamespace, n: int, quantile: float) -> None:
+    seeds = np.arange(n) ** 2.0
+    values = paper.judge._seed_weights(n, 40_000, np.random.default_rng(0)) @ seeds
+    error = seeds.std(ddof=1) / n**0.5
+    drawn = (values - seeds.mean()) / error
+    for sign in (-1, 1):  # 2.5 % lie beyond the tabulated quantile on each side
+        assert np.mean(sign * drawn > quantile) == pytest.approx(0.025, abs=0.003)
+
+
+def test_true_nulls_are_rejected_as_often_as_p_says(paper: SimpleNamespace) -> None:
+    rng = np.random.default_rng(1)
+    finding = {"rows": {"row 0": 1, "row 1": -1}}
+    rejected = []
+    for _ in range(200):  # all noise is the seeds'
+        rows = ({"a": rng.normal(0, 0.01, (3, 1)).repeat(5, 1)} for _ in range(2))
+        result = paper.judge.contrast(finding, figures_of(*rows), {"row 0": "x", "row 1": "y"}, resamples=400)
+        rejected.append(result["p"] < 0.05)
+    assert np.mean(rejected) < 0.08  # a bootstrap of the seeds rejects .11
 
 
 def test_rows_of_one_model_are_resampled_together(paper: SimpleNamespace) -> None:

@@ -23,7 +23,10 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
         published=published.BALANCE,
-        notes=("The parts alone are columns of the same vectors.",),
+        notes=(
+            "The parts alone are columns of the same vectors.",
+            "A [CLS] part or mean wider than the backbone (192 for mini) has no higher rank than that.",
+        ),
     )
 
 

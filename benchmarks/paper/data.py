@@ -1,7 +1,8 @@
 """Training pairs, dev split, held-out test queries and backbones of a scale, made once and checked for overlap.
 
-Pairs are split by their passage's title, or by the passage where it has none: what a dev or test query asks for is in
-no training pair, and neither is another passage of that title; what training has seen in other words is left out.
+Pairs are split by their passage's title, or in runs of neighbouring lines where a file has no titles (of an article,
+then): what a dev or test query asks for is in no training pair, and neither is another passage of that title or run;
+what training has seen in other words is left out.
 Which part a group goes to is drawn from its text, so the split is that of every run, and a share of the training pairs
 contains every smaller one.
 """
@@ -24,6 +25,7 @@ from st_aggretriever.readers.text import read_lines
 from st_aggretriever.trainer import publish
 
 MOST_QUERIES = 600  # of the dev split, and of the held-out pairs
+RUN = 50  # neighbouring pairs without title that stay together
 SMOKE_WORDS = 24  # of a text at smoke scale
 
 
@@ -45,8 +47,8 @@ def prepare(scale: Scale, data: Path | None, work: Path) -> Path:
     for source, files in scale.sources.items():
         parts: dict[str, list[dict[str, str]]] = {"train": [], "dev": [], "test": []}
         for file in files:
-            for pair in _read(data / file):
-                parts[_part(pair, scale)].append(pair)
+            for number, pair in enumerate(_read(data / file)):
+                parts[_part(pair.get("title") or f"{file} {number // RUN}", scale)].append(pair)
         _write(partial, source, parts, scale)
         for name, pairs in parts.items():
             everything[name] += pairs
@@ -104,8 +106,8 @@ def _uniform(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def _part(pair: dict[str, str], scale: Scale) -> str:
-    drawn = _uniform(f"split {pair.get('title') or pair['passage']}")
+def _part(group: str, scale: Scale) -> str:
+    drawn = _uniform(f"split {group}")
     return "dev" if drawn < scale.dev_share else "test" if drawn < scale.dev_share + scale.test_share else "train"
 
 
@@ -182,7 +184,7 @@ def _smoke_data(work: Path) -> Path:
     texts, queries = dict(read_corpus(sample)), read_queries(sample)
     short = {key: " ".join(text.split()[:SMOKE_WORDS]) for key, text in texts.items()}
     train = [
-        {"query": queries[query], "passage": short[key]}
+        {"query": queries[query], "passage": short[key], "title": key}
         for query, grades in read_qrels(sample, "train", queries).items()
         for key in grades
     ]

@@ -38,7 +38,10 @@ def make(scale: Scale) -> Table:
         rows=rows,
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
-        notes=("Folded vectors are those of the 768-dimensional model, encoded once.",),
+        notes=(
+            "Folded vectors are those of the 768-dimensional model, encoded once.",
+            "A [CLS] part or mean wider than the backbone (192 for mini) has no higher rank than that.",
+        ),
     )
 
 

@@ -81,16 +81,18 @@ def _work(
     width, size = cost["dimension"], cost["parameters"] * 4 / 1e9
     if model.trained:
         factors = 1 if model.further else len(scale.factors)
-        runs = factors + len(scale.rates) - 1
-        if runs > 1:
-            steps = scale.sweep_steps
-            judged = cost["dev"] if scale.patience else 0.0
-            hours = runs * (steps * cost["step"] + judged) / 3600
-            yield "sweep", runs, hours, 0.0, f"{steps:,} steps each"
+        rates = len(scale.further_rates if model.further else scale.rates)
         steps = _steps(scale, model)
         judged = -(-steps // scale.eval_steps) * cost["dev"] if scale.patience else 0.0
+        judged = min(judged, cost["dev"]) if model.further else judged
+        if factors > 1:
+            hours = factors * (scale.sweep_steps * cost["step"] + bool(judged) * cost["dev"]) / 3600
+            yield "sweep", factors, hours, 0.0, f"{scale.sweep_steps:,} steps each"
+        if rates > 1:  # of one of them comes the model of the first seed
+            hours = (rates - 1) * (steps * cost["step"] + judged) / 3600
+            yield "sweep", rates - 1, hours, 0.0, f"whole runs, {'' if model.further else 'up to '}{steps:,} steps"
         hours = len(seeds) * (steps * cost["step"] + judged) / 3600
-        limit = "up to " if scale.patience else ""
+        limit = "up to " if scale.patience and not model.further else ""
         yield "train", len(seeds), hours, len(seeds) * size, f"{limit}{steps:,} steps, seeds {seeds[0]} to {seeds[-1]}"
         if model.further == "hard":
             hours = len(seeds) * scale.training_rows * (1 / cost["queries"] + 1 / cost["documents"]) / 3600

@@ -21,6 +21,9 @@ QUERY_LENGTH = 32
 DEV_METRIC = "RR@10"
 # Of the sparse encoder's regularisers, documents and queries: the weights in the documentation of SpladeLoss.
 FLOPS_WEIGHTS = (3e-5, 5e-5)
+WARM_UP = 0.1
+CONSTANTS = {"query_length": QUERY_LENGTH, "flops_weights": FLOPS_WEIGHTS, "warm_up": WARM_UP}
+RAMP = 1 / 3  # of the steps, in which the sparse encoder's trainer brings these weights up
 RECORD = "fit.json"
 STOCK_RECORD = "stock.json"
 
@@ -49,6 +52,7 @@ def fit(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         record = _fit_stock(scale, run, output)
     curve = [[int(entry["step"]), round(entry[DEV_METRIC], 4)] for entry in record.pop("dev")]
     flat = is_flat([figure for _, figure in curve], scale.patience, scale.min_gain) if scale.patience else None
+    flat = None if len(curve) < 2 else flat
     record |= {"rate": run.rate, "factor": run.factor, "seed": run.seed, "dev_curve": curve, "flat": flat}
     with (output / f"{RECORD}.tmp").open("w", encoding="utf-8") as file:
         json.dump(record, file)
@@ -134,6 +138,7 @@ def _fit_aggretriever(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         learning_rate=run.rate,
         scale=run.factor,
         seed=run.seed,
+        warmup_ratio=WARM_UP,
         logging_steps=max(1, scale.eval_steps),
         report=False,
         **options,
@@ -146,12 +151,13 @@ def _fit_aggretriever(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
 
 def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     """Mean pooling or a sparse encoder by sentence-transformers' own trainer: same pairs, steps, batches, dev set."""
+    import torch
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SparseEncoderTrainer
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
     from transformers import set_seed
-    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerState
 
     from st_aggretriever.readers.pairs import read_pairs
     from st_aggretriever.versions import versions
@@ -178,12 +184,15 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
 
     class StopWhenFlat(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            figures = [entry[f"eval_{DEV_METRIC}"] for entry in state.log_history if f"eval_{DEV_METRIC}" in entry]
-            control.should_training_stop |= is_flat(figures, scale.patience, scale.min_gain)
+            control.should_training_stop |= _is_flat(scale, state)
 
     class Trainer(stock):  # type: ignore[misc]
         def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
             """Leave it away: it would copy training texts into the model card."""
+
+        def _load_best_model(self) -> None:
+            # The stock method turns a failure into a line in the log, and keeps the last weights.
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     trainer = Trainer(
         model,
@@ -194,7 +203,15 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         callbacks=[StopWhenFlat()] if evaluator is not None else [],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=_last_whole(working))
+    last = _last_whole(working)
+    state = None if last is None else TrainerState.load_from_json(f"{last}/{TRAINER_STATE}")
+    if state is not None and (state.global_step >= state.max_steps or _is_flat(scale, state)):
+        trainer.state = state  # It had ended when it was killed.
+        trainer._load_from_checkpoint(str(state.best_model_checkpoint or last))
+    else:
+        trainer.train(resume_from_checkpoint=last)
+    if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
+        raise ValueError("the training diverged (weights are not finite). Lower the learning rate.")
     dev = [
         {"step": entry["step"], DEV_METRIC: entry[f"eval_{DEV_METRIC}"]}
         for entry in trainer.state.log_history
@@ -229,6 +246,8 @@ def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, spa
             "load_best_model_at_end": True,
             "metric_for_best_model": DEV_METRIC,
             "greater_is_better": True,
+            # Before, a model counts as good that is hardly sparse.
+            "eval_delay": int(run.steps * RAMP) if sparse else 0,
         }
     kind = SparseEncoderTrainingArguments if sparse else SentenceTransformerTrainingArguments
     return kind(
@@ -238,7 +257,7 @@ def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, spa
         per_device_train_batch_size=scale.batch_size,
         learning_rate=run.rate,
         lr_scheduler_type="linear",
-        warmup_steps=0.1,
+        warmup_steps=WARM_UP,
         seed=run.seed,
         router_mapping={"query": "query", "passage": "document"},
         batch_sampler=BatchSamplers.NO_DUPLICATES,
@@ -253,6 +272,11 @@ def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, spa
         disable_tqdm=True,
         **judging,
     )
+
+
+def _is_flat(scale: Scale, state: Any) -> bool:
+    figures = [entry[f"eval_{DEV_METRIC}"] for entry in state.log_history if f"eval_{DEV_METRIC}" in entry]
+    return is_flat(figures, scale.patience, scale.min_gain)
 
 
 def _stock_model(scale: Scale, model: Model, path: str) -> Any:

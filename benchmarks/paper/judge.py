@@ -1,8 +1,10 @@
-"""Whether a finding holds: a bootstrap over seeds and queries, collections weighted equally, Holm over all findings.
+"""Whether a finding holds: draws of seeds and queries, collections weighted equally, Holm over all findings.
 
 The statistic of a finding is ``sum over its rows of weight x figure``, the mean over queries, seeds and collections. A
-resample draws queries with replacement within each collection, the same for all rows, and seeds with replacement within
-each trained model. The spread of n seeds is enlarged by sqrt(n / (n - 1)), as a resample of few seeds has too little.
+draw takes queries with replacement within each collection, the same for all rows. Three seeds can't be bootstrapped so:
+no resample leaves their range, and of true nulls far more than p are rejected at a small p. The mean over a trained
+model's n seeds is drawn from Student's t with n - 1 degrees of freedom instead, with the seeds' own covariance over
+queries and collections.
 """
 
 from __future__ import annotations
@@ -104,9 +106,7 @@ def _resampled(
     for row in weights:
         n = len(next(iter(figures[row].values())))
         if groups[row] not in seeds:
-            even = np.full(n, 1 / n)
-            drawn = rng.multinomial(n, even, size=count) / n
-            seeds[groups[row]] = even + (drawn - even) * (math.sqrt(n / (n - 1)) if n > 1 else 0.0)
+            seeds[groups[row]] = _seed_weights(n, count, rng)
     total = np.zeros(count)
     collections = list(next(iter(figures.values())))
     for name in collections:
@@ -116,6 +116,16 @@ def _resampled(
             by_query = seeds[groups[row]] @ figures[row][name]  # (count, Q)
             total += weight * (by_query * queries).sum(1) / len(collections)
     return total
+
+
+def _seed_weights(n: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """(count, n) weights w, each row summing to 1: ``w @ x`` is a draw of the mean of x plus t_{n-1} s / sqrt(n)."""
+    if n == 1:
+        return np.ones((count, 1))
+    normal = rng.standard_normal((count, n))
+    normal -= normal.mean(1, keepdims=True)  # of x - mean(x) it gives the same
+    wide = np.sqrt((n - 1) / rng.chisquare(n - 1, (count, 1)))
+    return 1 / n + normal * wide / math.sqrt(n * (n - 1))
 
 
 def judge(results: Mapping[str, Mapping[str, Any]], family: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,8 @@ import table
 import torch
 from arms import Model, Table, agg, cls
 from fit import QUERY_LENGTH
-from runner import FINDINGS, Runner
+from judge import FINDINGS
+from runner import Runner
 from scales import Scale
 
 from st_aggretriever import build_aggretriever
@@ -53,12 +55,14 @@ def make(scale: Scale) -> Table:
 def measured(runner: Runner, _: Table) -> list[dict[str, Any]]:
     rows = []
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    documents = sum({c.folder: c.documents for c in runner.collections.values()}.values())
+    folders = {collection.folder: collection for collection in runner.collections.values()}
+    documents = sum(1 for collection in folders.values() for _ in runner._corpus(collection)())
     for device in devices:
         for name, (model, quantize) in ARMS.items():
             if quantize == "int8" and device != "cpu":
                 continue
-            found = _kept(runner, f"{name}, {device}", model, quantize, device)
+            with closing(runner.alone("latency", wait=True)):  # or two processes would time each other
+                found = _kept(runner, f"{name}, {device}", model, quantize, device)
             if found is None:
                 continue
             cells = {f"p{p} ms": found[f"p{p}"] for p in PERCENTILES}

@@ -20,8 +20,8 @@ def make(scale: Scale) -> Table:
     if scale.name == "full":
         collections += ["NQ", "TQA"]
     notes = (
-        "AGG is 128 + 640 dimensions, CLS and mean pooling 768 (mean pooling the backbone's own width); the fusion's "
-        "weight comes from the dev split of the training pairs.",
+        "AGG is 128 + 640 dimensions, CLS 768 (from mini of rank 192 at most, from splade-tiny 128, their widths), "
+        "mean pooling the backbone's own width; the fusion's weight comes from the dev split of the training pairs.",
     )
     return Table(
         name="main",

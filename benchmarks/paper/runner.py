@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +26,8 @@ from typing import IO, Any
 import data as data_of
 import numpy as np
 from arms import BM25, Model, Row
-from fit import Fit, fit, load, set_length, untrained
+from fit import CONSTANTS, Fit, fit, load, set_length, untrained
+from judge import FINDINGS
 from scales import Collection, Scale
 
 from st_aggretriever.atomic import lock_folder, replacing
@@ -45,7 +46,6 @@ from st_aggretriever.search.exact import search
 from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.vectors.folder import VectorFolder
 
-FINDINGS = Path(__file__).with_name("findings.json")
 DEPTH = 1000
 BATCH = 64
 BLOCK = 20_000
@@ -76,7 +76,7 @@ class Runner:
         self.models = models
         self.runs = results / f"runs-{scale.name}"
         self.runs.mkdir(parents=True, exist_ok=True)
-        with closing(self._alone("data", wait=True)):
+        with closing(self.alone("data", wait=True)):
             self.prepared = data_of.prepare(scale, data, self.work)
         self.done = {"sweep": 0, "train": 0, "mine": 0, "encode": 0}
 
@@ -97,15 +97,17 @@ class Runner:
     def identity(self, model: Model) -> dict[str, Any]:
         """All that the weights of a model depend on but the seed."""
         names = ("batch_size", "negatives", "epochs", "max_steps", "eval_steps", "patience", "min_gain", "rates")
-        names += ("factors", "sweep_steps", "train_length", "further_batch_size", "further_negatives", "further_epochs")
-        names += ("further_steps", "settings", "dev_share", "test_share")
-        settings = {name: getattr(self.scale, name) for name in names} if model.trained else {}
+        names += ("factors", "sweep_steps", "train_length", "settings", "dev_share", "test_share")
+        if model.further:
+            names += tuple(field.name for field in fields(self.scale) if field.name.startswith("further_"))
+        settings = {name: getattr(self.scale, name) for name in names} | CONSTANTS if model.trained else {}
         return {
             "model": asdict(model) | {"build": model.options},
             "training": settings,
             "search_length": self.scale.search_length,
             "backbone": self._backbone_hash(model.backbone) if model.recipe != "bm25" else None,
             "pairs": self._pairs_hash(model.source, model.fraction) if model.trained else None,
+            "dev": self._files_hash(f"dev-{model.source}") if model.trained and self.scale.patience else None,
         }
 
     def run_id(self, model: Model, seed: int) -> str:
@@ -118,61 +120,81 @@ class Runner:
         return folder.name if weights is None else checksum(weights)
 
     @cache  # noqa: B019
+    def _files_hash(self, folder: str) -> str:
+        """Of a collection's texts and judgements."""
+        place = self.prepared / folder
+        names = sorted(path for path in place.rglob("*") if path.is_file())
+        return _hash({str(path.relative_to(place)): checksum(path) for path in names})
+
+    @cache  # noqa: B019
     def _pairs_hash(self, source: str, fraction: float) -> str:
         return checksum(self.pairs(source, fraction))
 
     def backbone(self, name: str) -> str:
-        with closing(self._alone("data", wait=True)):
+        with closing(self.alone("data", wait=True)):
             return data_of.backbone_path(self.scale, name, self.models, self.work)
 
     def pairs(self, source: str, fraction: float) -> Path:
-        with closing(self._alone("data", wait=True)):
+        with closing(self.alone("data", wait=True)):
             return data_of.pairs_file(self.prepared, self.scale, source, fraction, self.work)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training
 
     def choose(self, model: Model) -> dict[str, Any]:
-        """The rate and factor of the model's best sweep run on the dev split, seed 0; without a choice the only ones.
+        """The factor and rate of the best dev figures, seed 0; without a choice the only ones.
 
-        First each factor at the first rate, then each other rate at the best factor; further training keeps the plain
-        model's factor. Of equal figures the earlier run is taken.
+        First short runs of each factor at the first rate, then whole runs of each rate at the best factor; the better
+        one of these is the model of seed 0. Further training keeps the plain model's factor. Of equal figures the
+        earlier run is taken.
         """
-        scale = self.scale
-        factors = (self.choose(model.start)["factor"],) if model.further else scale.factors
-        if len(factors) == len(scale.rates) == 1:
-            return {"rate": scale.rates[0], "factor": factors[0], "tried": []}
+        rates = self.scale.further_rates if model.further else self.scale.rates
+        factors = (self.choose(model.start)["factor"],) if model.further else self.scale.factors
+        if len(factors) == len(rates) == 1:
+            return {"rate": rates[0], "factor": factors[0]}
         path = self.runs / f"sweep-{_hash(self.identity(model))}.json"
         if not path.exists():
-            with closing(self._alone(path.stem)):
+            with closing(self.alone(path.stem)):
                 if not path.exists():  # or another process has finished it just now
-                    _write(path, self._chosen(model, factors))
-            shutil.rmtree(self.work / "sweeps" / path.stem, ignore_errors=True)
+                    _write(path, self._chosen(model, factors, rates))
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def _chosen(self, model: Model, factors: tuple[float, ...]) -> dict[str, Any]:
+    def _chosen(self, model: Model, factors: tuple[float, ...], rates: tuple[float, ...]) -> dict[str, Any]:
         """Run the sweep."""
-        tried: list[dict[str, Any]] = []
+        tried = [self._sweep_run(model, rates[0], factor) for factor in factors] if len(factors) > 1 else []
+        factor = _best(tried)["factor"] if tried else factors[0]
+        whole = [self._sweep_run(model, rate, factor, whole=True) for rate in rates]
+        kept = ("rate", "factor", "steps", "dev_curve", "seconds", "flat")
+        return {
+            "model": self.identity(model)["model"],
+            "factor": factor,
+            "rate": _best(whole)["rate"],
+            "tried": [{name: run.get(name) for name in kept} for run in (*tried, *whole)],
+        }
 
-        def best() -> dict[str, Any]:
-            return max(tried, key=lambda record: max(figure for _, figure in record["dev_curve"]))
+    def _sweep_folder(self, model: Model, rate: float, factor: float, *, whole: bool = False) -> Path:
+        name = f"{'whole-' * whole}{rate:g}-{factor:g}"
+        return self.work / "sweeps" / f"sweep-{_hash(self.identity(model))}" / name
 
-        for factor in factors:
-            tried.append(self._sweep_run(model, self.scale.rates[0], factor))
-        for rate in self.scale.rates[1:]:
-            tried.append(self._sweep_run(model, rate, best()["factor"]))
-        chosen = {"rate": best()["rate"], "factor": best()["factor"], "model": self.identity(model)["model"]}
-        chosen["tried"] = [{name: run[name] for name in ("rate", "factor", "dev_curve", "seconds")} for run in tried]
-        return chosen
-
-    def _sweep_run(self, model: Model, rate: float, factor: float) -> dict[str, Any]:
-        folder = self.work / "sweeps" / f"sweep-{_hash(self.identity(model))}" / f"{rate:g}-{factor:g}"
+    def _sweep_run(self, model: Model, rate: float, factor: float, *, whole: bool = False) -> dict[str, Any]:
+        folder = self._sweep_folder(model, rate, factor, whole=whole)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self.say(f"sweep: rate {rate:g}, factor {factor:g}: {model.kind}")
         self.done["sweep"] += not (folder / "fit.json").exists()
-        steps = self.scale.sweep_steps
-        once = replace(self.scale, eval_steps=steps)  # judged at its end
-        return fit(once, self._fit(model, 0, rate, factor, steps), folder)
+        steps = self._steps(model) if whole else self.scale.sweep_steps
+        run = self._fit(model, 0, rate, factor, steps)
+        self.say(f"sweep: {'whole run, ' * whole}rate {rate:g}, factor {factor:g}: {model.kind}")
+        try:
+            return fit(self._judged_at_end(steps) if model.further or not whole else self.scale, run, folder)
+        except ValueError as error:
+            if "diverged" not in str(error):
+                raise
+            return {"rate": rate, "factor": factor, "steps": None, "dev_curve": [[steps, 0.0]]}
+
+    def _judged_at_end(self, steps: int) -> Scale:
+        return replace(self.scale, eval_steps=max(1, steps))
+
+    def _steps(self, model: Model) -> int:
+        return self.scale.further_steps if model.further else self.scale.max_steps
 
     def _fit(self, model: Model, seed: int, rate: float, factor: float, steps: int) -> Fit:
         path, pairs = self.backbone(model.backbone), self.pairs(model.source, model.fraction)
@@ -185,17 +207,29 @@ class Runner:
     def trained(self, model: Model, seed: int) -> Path:
         """The folder of the trained model."""
         folder = self.work / "models" / self.run_id(model, seed)
-        if (folder / "fit.json").exists() and "training" in self.record(model, seed):
+        kept = self.record(model, seed).get("training", {})
+        if (folder / "fit.json").exists() and "dev_curve" in kept:
             return folder
         chosen = self.choose(model)
+        if (
+            kept.get("rate", chosen["rate"]) != chosen["rate"]
+            or kept.get("factor", chosen["factor"]) != chosen["factor"]
+        ):
+            raise ValueError(f"{self.runs / folder.name}.json has another rate or factor than its sweep. Delete it.")
         folder.parent.mkdir(exist_ok=True)
-        steps = self.scale.further_steps if model.further else self.scale.max_steps
-        with closing(self._alone(f"train-{folder.name}")):
+        with closing(self.alone(f"train-{folder.name}")):
+            swept = self._sweep_folder(model, chosen["rate"], chosen["factor"], whole=True)
+            if seed == 0 and swept.exists() and not folder.exists():
+                swept.rename(folder)
+            steps = self._steps(model)
             run = self._fit(model, seed, chosen["rate"], chosen["factor"], steps)
-            self.say(f"train: seed {seed}: {model.kind}, {model.source} x {model.fraction:g}")
-            self.done["train"] += not (folder / "fit.json").exists()
-            record = fit(self.scale, run, folder)
+            if not (folder / "fit.json").exists():
+                self.say(f"train: seed {seed}: {model.kind}, {model.source} x {model.fraction:g}")
+                self.done["train"] += 1
+            record = fit(self._judged_at_end(steps) if model.further else self.scale, run, folder)
             self._keep(model, seed, {"training": record})
+            if seed == 0:
+                shutil.rmtree(swept.parent, ignore_errors=True)
         return folder
 
     def mined(self, model: Model, seed: int) -> Path:
@@ -205,14 +239,16 @@ class Runner:
             return path
         path.parent.mkdir(exist_ok=True)
         loaded = load(model, self.trained(model, seed))
-        with closing(self._alone(f"mine-{path.stem}")):
+        with closing(self.alone(f"mine-{path.stem}")):
+            if path.exists():  # another process has finished it just now
+                return path
             self.done["mine"] += 1
             pairs = open_training_data([str(self.pairs(model.source, model.fraction))])
             settings = MiningSettings(depth=MINING_DEPTH, negatives=self.scale.further_negatives, drop_short=True)
             mine(loaded, pairs, path, settings=settings, model_name="plain", batch_size=BATCH)
         return path
 
-    def _alone(self, key: str, *, wait: bool = False) -> IO[Any]:
+    def alone(self, key: str, *, wait: bool = False) -> IO[Any]:
         """The lock of a piece of work, until it is closed.
 
         Raises:
@@ -238,12 +274,18 @@ class Runner:
             BlockingIOError: Another process is making some of them.
         """
         seed = seed if row.model.recipe != "bm25" else 0
-        with closing(self._alone(self.run_id(row.model, seed))):
+        with closing(self.alone(self.run_id(row.model, seed))):
             return self._figures(row, seed, names)
 
     def _figures(self, row: Row, seed: int, names: list[str]) -> Figures:
         record = self.record(row.model, seed)
         found = record.get("figures", {}).get(row.view, {})
+        for name, known in record.get("collections", {}).items():
+            if name in self.collections and known != self._files_hash(self.collections[name].folder):
+                path = self.runs / f"{self.run_id(row.model, seed)}.json"
+                raise ValueError(
+                    f"{path} has figures of other files of {name} than those of --data. Delete one of them."
+                )
         weight = record.get("weights", {}).get(row.view)
         for name in names:
             collection = self.collections.get(name)
@@ -257,7 +299,8 @@ class Runner:
                 assert weight is not None
                 ranked = fuse_convex([ranked, self._bm25(collection)], weight, top_k=DEPTH)
             found[name] = self._scores(collection, ranked)
-            self._keep(row.model, seed, {"figures": {row.view: {name: found[name]}}})
+            made_of = {name: self._files_hash(collection.folder)}
+            self._keep(row.model, seed, {"figures": {row.view: {name: found[name]}}, "collections": made_of})
         return {name: found[name] for name in names if name in found}
 
     def record(self, model: Model, seed: int) -> dict[str, Any]:
@@ -406,6 +449,10 @@ def _columns(folder: VectorFolder, part: str) -> slice:
 
 def _hash(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _best(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(runs, key=lambda run: max(figure for _, figure in run["dev_curve"]))
 
 
 def _merged(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -50,14 +50,14 @@ class Scale:
             one of all tables but the first.
         labels: Name of a backbone -> how tables call it.
         sources: Name -> files of pairs below the data folder.
-        rates, factors: The sweep: each of ``factors`` (the loss's scale) at the first rate, then each rate at the best
-            factor; ``sweep_steps`` steps each, judged on the dev split. One of each is no sweep.
+        rates, factors: The sweep, seed 0, judged on the dev split: each of ``factors`` (the loss's scale) at the first
+            rate for ``sweep_steps`` steps, then each rate at the best factor in a whole run. One of each is no sweep.
         max_steps: 0 goes by ``epochs``.
         dev: Judged training queries, apart from the training pairs, for the fusion's weight.
-        patience, min_gain: The dev figure is flat, and training ends, when so many evaluations have brought no more
-            than this over the best one before them; 0 evaluations train to the end.
+        patience, min_gain: The dev figure is flat, and training ends, when the mean of so many evaluations is above
+            that of as many before them by this at most; 0 evaluations train to the end.
         fractions: Shares of the training pairs in the table of small training data.
-        further_steps: Most steps of further training; 0 goes by ``further_epochs``.
+        further_steps, further_rates: Steps of further training, 0 goes by ``further_epochs``; and its rates.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Scale:
     min_gain: float = 0.0
     rates: tuple[float, ...] = (1e-4,)
     factors: tuple[float, ...] = (1.0,)
-    sweep_steps: int = 250
+    sweep_steps: int = 200
     train_length: int = 64
     search_length: int = 128
     fractions: tuple[float, ...] = (0.01, 0.1)
@@ -87,6 +87,7 @@ class Scale:
     further_negatives: int = 3
     further_epochs: float = 2.0
     further_steps: int = 0
+    further_rates: tuple[float, ...] = ()
     dev_share: float = 0.025
     test_share: float = 0.035
     latency_queries: int = 200
@@ -131,6 +132,7 @@ SMOKE = Scale(
     further_batch_size=2,
     further_negatives=1,
     further_steps=2,
+    further_rates=(1e-3,),
     dev_share=0.1,
     test_share=0.15,
     latency_queries=5,
@@ -165,11 +167,13 @@ MINI = Scale(
     ),
     seeds_main=(0, 1, 2, 3, 4),
     seeds=(0, 1, 2),
-    max_steps=3000,
+    batch_size=16,
+    max_steps=2000,
     min_gain=0.01,
     rates=(1e-4, 4e-4),
     factors=(1.0, 5.0, 20.0),
     further_steps=800,
+    further_rates=(2e-5, 1e-4),
     training_rows=36_500,
 )
 
@@ -231,6 +235,7 @@ FULL = Scale(
     batch_size=8,
     negatives=7,
     rates=(5e-6,),
+    further_rates=(5e-6,),
     patience=0,
     train_length=128,
     search_length=128,

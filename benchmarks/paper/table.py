@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import estimate
 import numpy as np
 import report
 from arms import Table, distinct
-from judge import contrast, findings_of, judge
+from judge import FINDINGS, contrast, findings_of, judge
 from published import TITLE
 from runner import WAIT, Runner
 from scales import SCALES, Scale
 from transformers.utils import logging as transformers_logging
 
+from st_aggretriever.readers.text import checksum
 from st_aggretriever.versions import versions
 
 HERE = Path(__file__).parent
@@ -50,7 +52,8 @@ def main(make: Make, more: More | None = None, argv: list[str] | None = None) ->
     except KeyboardInterrupt:
         print(f"interrupted: the same command goes on from {args.results} and {args.work}", file=sys.stderr)
         raise SystemExit(130) from None
-    refresh(scale, args.results, result)
+    with closing(runner.alone("refresh", wait=True)):
+        refresh(scale, args.results, result)
     print((args.results / f"{table.name}-{scale.name}.md").read_text(encoding="utf-8"))
     return result
 
@@ -218,15 +221,17 @@ def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
 def _training_notes(runner: Runner, table: Table) -> list[str]:
     curves = _curves(runner, table)
     notes = []
-    rising = [f"{run['model']} (seed {run['seed']})" for run in curves if run["flat"] is False]
+    rising = [f"{run['model']}, {run['source']} x {run['fraction']:g}, seed {run['seed']}" for run in curves
+              if run["flat"] is False]  # fmt: skip
     if rising:
-        notes.append(f"The dev figure was not flat yet at the last step: {len(rising)} of {len(curves)} runs.")
-    changed = {
+        names = "; ".join(rising)
+        notes.append(f"Runs whose dev figure was not flat at the last step, {len(rising)} of {len(curves)}: {names}.")
+    changed = {checksum(FINDINGS)} | {
         record.get("findings_sha256")
         for row in table.rows
         for seed in table.seeds
         if (record := runner.record(row.model, seed))
     }
     if len(changed) > 1:
-        notes.append("findings.json was changed between the runs of this table.")
+        notes.append("findings.json was changed since some runs of this table were begun.")
     return notes
