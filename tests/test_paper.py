@@ -109,6 +109,51 @@ def test_what_another_process_makes_is_left_to_it_and_waited_for(
     assert found[row.name] == [runner.record(row.model, 0)["figures"][row.view]]
 
 
+def test_the_better_whole_run_of_the_sweep_is_the_model_of_seed_0(
+    paper: SimpleNamespace, twice: Any, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = dataclasses.replace(twice.again.scale, rates=(1e-3, 2e-3, 3e-3), factors=(1.0, 5.0), sweep_steps=1)
+    (tmp_path / "results").mkdir()
+    runner = paper.runner.Runner(scale, None, None, tmp_path / "work", tmp_path / "results")
+    dev = {(1e-3, 1.0): 0.1, (1e-3, 5.0): 0.4, (2e-3, 5.0): 0.6}
+    original, fitted = paper.runner.fit, []
+
+    def fit(scale: Any, run: Any, folder: Path) -> dict[str, Any]:
+        if not folder.exists():
+            fitted.append((run.rate, run.factor, run.seed))
+        if run.rate == 3e-3:
+            raise ValueError("train: the training diverged (weights are not finite). Lower the learning rates.")
+        return original(scale, run, folder) | {"dev_curve": [[1, dev[run.rate, run.factor]]]}
+
+    monkeypatch.setattr(paper.runner, "fit", fit)
+    model = small.rows[1].model
+    runner.trained(model, 0)
+    assert fitted == [(1e-3, 1.0, 0), (1e-3, 5.0, 0), (1e-3, 5.0, 0), (2e-3, 5.0, 0), (3e-3, 5.0, 0)]
+    assert runner.done == {"sweep": 5, "train": 0, "mine": 0, "encode": 0}
+    assert {name: runner.record(model, 0)["training"][name] for name in ("rate", "factor")} == {
+        "rate": 2e-3,
+        "factor": 5,
+    }
+    assert not list((tmp_path / "work" / "sweeps").iterdir())
+    runner.trained(model, 1)
+    assert fitted[5:] == [(2e-3, 5.0, 1)]
+    chosen = next((tmp_path / "results").glob("runs-*/sweep-*.json"))
+    chosen.write_text(chosen.read_text().replace('"rate": 0.002', '"rate": 0.001'))
+    (tmp_path / "work" / "models" / runner.run_id(model, 1) / "fit.json").unlink()
+    with pytest.raises(ValueError, match="has another rate or factor than its sweep"):
+        runner.trained(model, 1)
+
+
+def test_figures_of_other_files_are_refused(paper: SimpleNamespace, twice: Any, small: Any) -> None:
+    runner = paper.runner.Runner(twice.again.scale, None, None, twice.home / "work", twice.home / "results")
+    qrels = runner.prepared / "first" / "qrels" / "test.tsv"
+    content = qrels.read_text()
+    qrels.write_text(content.replace("\t1\n", "\t2\n", 1))
+    with pytest.raises(ValueError, match="has figures of other files of first than those of --data"):
+        runner.figures(small.rows[1], 0, ["first"])
+    qrels.write_text(content)
+
+
 @pytest.mark.parametrize("recipe", ["aggretriever", "cosine", "splade"])
 def test_every_recipe_trains_until_its_dev_figure_is_flat(
     paper: SimpleNamespace, twice: Any, tmp_path: Path, recipe: str
