@@ -847,6 +847,29 @@ def test_a_block_of_no_rows_fits_into_parquet(tmp_path: Path) -> None:
 # Search
 
 
+def test_ids_that_a_run_cannot_hold_are_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ShardSearch, "search", lambda *_: pytest.fail("searched"))
+    for side, rows in (("document", [*ROWS, ("a b", "c")]), ("query", [("q", "ab")]), ("odd", [("\t", "ab")])):
+        source = Source("texts", lambda rows=rows: iter(rows))  # type: ignore[misc]
+        kind = "document" if side == "document" else "query"
+        encode_to_disk(Letters(), source, tmp_path / side, side=kind, block_size=4)
+    for queries, what in (("query", "document id 'a b'"), ("odd", r"query id '\t'")):
+        command = [
+            "search",
+            "--index",
+            tmp_path / "document",
+            "--queries",
+            tmp_path / queries,
+            "--run",
+            tmp_path / "run",
+        ]
+        assert main(list(map(str, command))) == 2
+        assert f"{what} holds blanks, which a TREC run can't. Encode it under another id." in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_search_over_shards_equals_search_of_the_whole(tmp_path: Path, workers: int) -> None:
     whole = encode_to_disk(Letters(), Source("texts", lambda: iter(ROWS)), tmp_path / "whole", block_size=4)

@@ -363,8 +363,13 @@ def _search(args: argparse.Namespace) -> None:
     index, queries = folders[0], VectorFolder(args.queries, args.lexical_dim)
     for folder in folders:
         query_ids, vectors = retrieve.load_queries(queries, folder)
-    for key in query_ids:
-        check_run_id("query", key)  # before the search
+    advice = "Encode it under another id."
+    for key in query_ids:  # all of them before the search
+        check_run_id("query", key, advice)
+    for folder in folders:
+        for number in range(folder.manifest["blocks"]):
+            for key in folder.ids(number):
+                check_run_id("document", key, advice)
     print(retrieve.describe_search(folders, len(query_ids), args.index_dtype), flush=True)
     if args.on_disk:
         hits = _search_on_disk(args, folders, vectors)

@@ -83,11 +83,11 @@ def known_queries(run: Mapping[str, object], qrels: Mapping[str, object]) -> dic
     return {"queries": len(run), "judged": sum(query in qrels for query in run)}
 
 
-def check_run_id(what: str, key: str) -> None:
-    """Refuse an id that a run file can't hold.
+def check_run_id(what: str, key: str, advice: str = "Leave the run out.") -> None:
+    """Refuse an id that a run file can't hold, with an advice what to do.
 
     Raises:
         ValueError: It holds blanks.
     """
     if len(key.split()) != 1 or key != key.strip():
-        raise ValueError(f"{what} id {key!r} holds blanks, which a TREC run can't. Leave the run out.")
+        raise ValueError(f"{what} id {key!r} holds blanks, which a TREC run can't. {advice}")
