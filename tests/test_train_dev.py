@@ -12,7 +12,7 @@ from sentence_transformers.base.evaluation import BaseEvaluator
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from training_runs import die_at, differing, interrupt, make_rows, record_inputs, weights, write_rows
 
-from st_aggretriever import TrainConfig, dev, load_aggretriever, train
+from st_aggretriever import TrainConfig, dev, load_aggretriever, train, trainer
 from st_aggretriever.dev import DevEvaluator, held_out
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.readers.training import open_training_data
@@ -77,6 +77,26 @@ def test_it_stops_after_so_many_evaluations_without_a_better_one(settings: dict)
     record = record_of(settings)
     assert (record["steps"], record["resolved"]["steps"], record["best_step"]) == (4, 6, 2)
     assert differing(weights(model), judge.seen[1]) == set()
+
+
+@pytest.mark.parametrize(
+    ("figures", "patience", "min_gain", "flat"),
+    [
+        ([], 1, 0.0, False),
+        ([0.5], 1, 0.0, False),
+        ([0.5, 0.5], 0, 0.0, False),
+        ([0.5, 0.5], 1, 0.0, True),
+        ([0.5, 0.4, 0.6], 2, 0.0, False),
+        ([0.9, 0.1, 0.1], 2, 0.01, False),  # one figure is not the mean of two
+        ([0.5, 0.5, 0.51, 0.51], 2, 0.011, True),
+        ([0.5, 0.5, 0.51, 0.53], 2, 0.011, False),
+        ([0.1, 0.5, 0.5, 0.4, 0.3], 2, 0.01, True),
+    ],
+)
+def test_flat_is_no_new_best_or_no_higher_mean(
+    figures: list[float], patience: int, min_gain: float, flat: bool
+) -> None:
+    assert trainer.is_flat(figures, patience, min_gain) is flat
 
 
 def test_noisy_figures_are_flat_by_their_means(settings: dict) -> None:
