@@ -144,6 +144,20 @@ def test_the_better_whole_run_of_the_sweep_is_the_model_of_seed_0(
         runner.trained(model, 1)
 
 
+def test_sparsity_of_wide_vectors_is_told(paper: SimpleNamespace, twice: Any) -> None:
+    row = paper.arms.Row(name="words", model=paper.arms.agg(pooling="tokens", aggregation="none", cls_dim=0))
+    table = paper.arms.Table(name="sparse", title="", rows=[row], seeds=(0,), collections=["first"])
+    runner = paper.runner.Runner(twice.again.scale, None, None, twice.home / "work", twice.home / "results")
+    runner.figures(row, 0, ["first"])
+    texts = [text for _, text in runner._corpus(runner.collections["first"])()]
+    vectors = runner._model(row.model, 0).encode_document(texts)
+    mean = np.count_nonzero(vectors, axis=1).mean()
+    assert 1 < mean < 24  # its own tokens, at most as many as are read
+    assert paper.table._sparsity_notes(runner, table) == [
+        f"words: {mean:,.0f} non-zero weights a document, the mean of all."
+    ]
+
+
 def test_figures_of_other_files_are_refused(paper: SimpleNamespace, twice: Any, small: Any) -> None:
     runner = paper.runner.Runner(twice.again.scale, None, None, twice.home / "work", twice.home / "results")
     qrels = runner.prepared / "first" / "qrels" / "test.tsv"

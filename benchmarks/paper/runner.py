@@ -392,7 +392,16 @@ class Runner:
         encoder = Encoder(self._model(model, seed), BATCH)
         vectors = encoder.queries(queries)
         corpus = list(self._corpus(collection)()) if self.scale.name != "full" else self._corpus(collection)()
-        hits = search(vectors, encoder.blocks(corpus, collection.documents, WIDE_BLOCK), DEPTH)
+        counts = [0, 0]  # documents, numbers that are not zero
+
+        def blocks() -> Iterator[tuple[list[str], np.ndarray]]:
+            for keys, block in encoder.blocks(corpus, collection.documents, WIDE_BLOCK):
+                counts[0] += len(keys)
+                counts[1] += int(np.count_nonzero(block))
+                yield keys, block
+
+        hits = search(vectors, blocks(), DEPTH)
+        self._keep(model, seed, {"non_zeros": {collection.name: round(counts[1] / counts[0], 1)}})
         return rankings_of(list(queries), hits)
 
     def _vectors(

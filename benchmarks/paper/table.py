@@ -88,7 +88,7 @@ def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, An
     grids += [] if more is None else more(runner, table)
     grids += _published(table)
     notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
-    notes += _training_notes(runner, table)
+    notes += [*_sparsity_notes(runner, table), *_training_notes(runner, table)]
     notes += [] if table.published else ["The paper's figures of this table are not known here."]
     status = {"smoke": "random weights, means nothing", "mini": "measured in miniature", "full": "full size"}
     return {
@@ -216,6 +216,21 @@ def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
             kept.append({"model": model.kind, "source": model.source, "fraction": model.fraction, "seed": seed})
             kept[-1] |= {name: record.get(name) for name in names}
     return kept
+
+
+def _sparsity_notes(runner: Runner, table: Table) -> list[str]:
+    """How many numbers of a document's vector are not zero, of models as wide as the vocabulary."""
+    notes = []
+    for row in table.rows:
+        counts = [
+            count
+            for seed in table.seeds
+            for name, count in runner.record(row.model, seed).get("non_zeros", {}).items()
+            if name in table.collections
+        ]
+        if row.model.is_wide and counts:
+            notes.append(f"{row.name}: {statistics.fmean(counts):,.0f} non-zero weights a document, the mean of all.")
+    return notes
 
 
 def _training_notes(runner: Runner, table: Table) -> list[str]:
