@@ -42,6 +42,13 @@ class Model:
         return self.recipe == "splade" or self.options.get("aggregation") == "none"
 
     @property
+    def has_head(self) -> bool:
+        """Whether a step goes through the MLM head, the larger part of a small backbone's cost."""
+        return self.recipe == "splade" or (
+            self.recipe == "aggretriever" and self.options.get("pooling", "mlm") == "mlm"
+        )
+
+    @property
     def start(self) -> Model:
         """The plain model from which further training goes on."""
         return Model(**{**asdict(self), "build": self.build, "further": ""})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arms import Model, Table, distinct
-from scales import Scale
+from scales import Scale, steps_of
 
 from st_aggretriever.atomic import replacing
 
@@ -59,7 +59,7 @@ def dry_run(scale: Scale, tables: list[Table], results: Path, *, details: bool =
                 name = f"{model.kind}, {model.source} x {model.fraction:g}"
                 yield f"{what:7}{count:3} x {name:74} {note:44} {hours:8.2f} {unit} {disk:7.2f} GB"
     names = ", ".join(table.name for table in tables)
-    hours = f"{totals['hours']:.1f} {unit}" + (" at most" if scale.patience else "")
+    hours = f"{totals['hours']:.1f} {unit}"
     yield (
         f"{names}, {scale.name}: {len(seeds)} models, {trainings} trainings, {evaluations} encodings of collections: "
         f"{hours}, {totals['disk']:.1f} GB on disk"
@@ -83,17 +83,16 @@ def _work(
         factors = 1 if model.further else len(scale.factors)
         rates = len(scale.further_rates if model.further else scale.rates)
         steps = _steps(scale, model)
-        judged = -(-steps // scale.eval_steps) * cost["dev"] if scale.patience else 0.0
-        judged = min(judged, cost["dev"]) if model.further else judged
+        judged = min(scale.evaluations, 1 if model.further else scale.evaluations) * cost["dev"]
         if factors > 1:
-            hours = factors * (scale.sweep_steps * cost["step"] + bool(judged) * cost["dev"]) / 3600
-            yield "sweep", factors, hours, 0.0, f"{scale.sweep_steps:,} steps each"
+            short = int(scale.sweep_share * steps)
+            hours = factors * (short * cost["step"] + min(1, scale.evaluations) * cost["dev"]) / 3600
+            yield "sweep", factors, hours, 0.0, f"{short:,} steps each"
         if rates > 1:  # of one of them comes the model of the first seed
             hours = (rates - 1) * (steps * cost["step"] + judged) / 3600
-            yield "sweep", rates - 1, hours, 0.0, f"whole runs, {'' if model.further else 'up to '}{steps:,} steps"
+            yield "sweep", rates - 1, hours, 0.0, f"{steps:,} steps each"
         hours = len(seeds) * (steps * cost["step"] + judged) / 3600
-        limit = "up to " if scale.patience and not model.further else ""
-        yield "train", len(seeds), hours, len(seeds) * size, f"{limit}{steps:,} steps, seeds {seeds[0]} to {seeds[-1]}"
+        yield "train", len(seeds), hours, len(seeds) * size, f"{steps:,} steps, seeds {seeds[0]} to {seeds[-1]}"
         if model.further == "hard":
             hours = len(seeds) * scale.training_rows * (1 / cost["queries"] + 1 / cost["documents"]) / 3600
             yield "mine", len(seeds), hours, 0.0, f"depth 200 for {scale.training_rows:,} queries"
@@ -108,10 +107,9 @@ def _work(
 
 
 def _steps(scale: Scale, model: Model) -> int:
-    steps = scale.further_steps if model.further else scale.max_steps
     epochs = scale.further_epochs if model.further else scale.epochs
     batch = scale.further_batch_size if model.further else scale.batch_size
-    return steps or int(epochs * scale.training_rows * model.fraction / batch)
+    return steps_of(scale, model) or int(epochs * scale.training_rows * model.fraction / batch)
 
 
 def _costs(scale: Scale, results: Path) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 from arms import Model
-from scales import Scale
+from scales import NOISE, Scale
 
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train
 from st_aggretriever.dev import DevEvaluator
-from st_aggretriever.trainer import TRAINER_STATE, is_flat, publish
+from st_aggretriever.trainer import TRAINER_STATE, publish
 
 QUERY_LENGTH = 32
 DEV_METRIC = "RR@10"
@@ -24,6 +24,7 @@ FLOPS_WEIGHTS = (3e-5, 5e-5)
 WARM_UP = 0.1
 CONSTANTS = {"query_length": QUERY_LENGTH, "flops_weights": FLOPS_WEIGHTS, "warm_up": WARM_UP}
 RAMP = 1 / 3  # of the steps, in which the sparse encoder's trainer brings these weights up
+LOGGING_STEPS = 200
 RECORD = "fit.json"
 STOCK_RECORD = "stock.json"
 
@@ -51,8 +52,7 @@ def fit(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     else:
         record = _fit_stock(scale, run, output)
     curve = [[int(entry["step"]), round(entry[DEV_METRIC], 4)] for entry in record.pop("dev")]
-    flat = is_flat([figure for _, figure in curve], scale.patience, scale.min_gain) if scale.patience else None
-    flat = None if len(curve) < 2 else flat
+    flat = curve[-1][1] - curve[-2][1] < NOISE if len(curve) > 1 else None
     record |= {"rate": run.rate, "factor": run.factor, "seed": run.seed, "dev_curve": curve, "flat": flat}
     with (output / f"{RECORD}.tmp").open("w", encoding="utf-8") as file:
         json.dump(record, file)
@@ -123,8 +123,7 @@ def _fit_aggretriever(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         options |= {"query_length": QUERY_LENGTH, "document_length": scale.train_length}
     if run.dev is not None:
         options |= {"dev_data": str(run.dev), "dev_split": "dev", "dev_metric": DEV_METRIC}
-        options |= {"eval_steps": min(scale.eval_steps, run.steps), "patience": scale.patience}
-        options |= {"min_gain": scale.min_gain}
+        options |= {"eval_steps": _every(scale, run)}
     hard = run.model.further == "hard"
     config = TrainConfig(
         model=run.path,
@@ -139,7 +138,7 @@ def _fit_aggretriever(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         scale=run.factor,
         seed=run.seed,
         warmup_ratio=WARM_UP,
-        logging_steps=max(1, scale.eval_steps),
+        logging_steps=_every(scale, run),
         report=False,
         **options,
     )
@@ -157,7 +156,7 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
     from transformers import set_seed
-    from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerState
+    from transformers.trainer_callback import PrinterCallback, TrainerState
 
     from st_aggretriever.readers.pairs import read_pairs
     from st_aggretriever.versions import versions
@@ -182,10 +181,6 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         evaluator = (_DenseDev if sparse else DevEvaluator).on_folder(run.dev, "dev", DEV_METRIC)
     stock: Any = SparseEncoderTrainer if sparse else SentenceTransformerTrainer
 
-    class StopWhenFlat(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop |= _is_flat(scale, state)
-
     class Trainer(stock):  # type: ignore[misc]
         def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
             """Leave it away: it would copy training texts into the model card."""
@@ -200,12 +195,11 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
         train_dataset=Dataset.from_dict(columns),
         loss=loss,
         evaluator=evaluator,
-        callbacks=[StopWhenFlat()] if evaluator is not None else [],
     )
     trainer.remove_callback(PrinterCallback)
     last = _last_whole(working)
     state = None if last is None else TrainerState.load_from_json(f"{last}/{TRAINER_STATE}")
-    if state is not None and (state.global_step >= state.max_steps or _is_flat(scale, state)):
+    if state is not None and state.global_step >= state.max_steps:
         trainer.state = state  # It had ended when it was killed.
         trainer._load_from_checkpoint(str(state.best_model_checkpoint or last))
     else:
@@ -237,7 +231,7 @@ def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, spa
     from sentence_transformers import SentenceTransformerTrainingArguments, SparseEncoderTrainingArguments
     from sentence_transformers.base.sampler import BatchSamplers
 
-    every = min(scale.eval_steps, run.steps or scale.eval_steps)
+    every = _every(scale, run)
     judging: dict[str, Any] = {}
     if judged:
         judging = {
@@ -246,8 +240,8 @@ def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, spa
             "load_best_model_at_end": True,
             "metric_for_best_model": DEV_METRIC,
             "greater_is_better": True,
-            # Before, a model counts as good that is hardly sparse.
-            "eval_delay": int(run.steps * RAMP) if sparse else 0,
+            # Up to then a model counts as good that is hardly sparse.
+            "eval_delay": int(run.steps * RAMP) + 1 if sparse else 0,
         }
     kind = SparseEncoderTrainingArguments if sparse else SentenceTransformerTrainingArguments
     return kind(
@@ -274,9 +268,9 @@ def _stock_arguments(scale: Scale, run: Fit, working: Path, judged: bool, *, spa
     )
 
 
-def _is_flat(scale: Scale, state: Any) -> bool:
-    figures = [entry[f"eval_{DEV_METRIC}"] for entry in state.log_history if f"eval_{DEV_METRIC}" in entry]
-    return is_flat(figures, scale.patience, scale.min_gain)
+def _every(scale: Scale, run: Fit) -> int:
+    """Steps between two evaluations, or between two lines on the loss."""
+    return -(-run.steps // max(1, scale.evaluations)) or LOGGING_STEPS
 
 
 def _stock_model(scale: Scale, model: Model, path: str) -> Any:

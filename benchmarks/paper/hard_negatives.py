@@ -16,7 +16,7 @@ def make(scale: Scale) -> Table:
         rows.append(Row(name=name, model=model))
         rows.append(Row(name=f"{name}, hard negatives", model=replace(model, further="hard")))
         rows.append(Row(name=f"{name}, further on the same pairs", model=replace(model, further="same")))
-    steps = f"at most {scale.further_steps:,} steps" if scale.further_steps else f"{scale.further_epochs:g} epochs"
+    steps = f"{scale.further_steps:,} steps" if scale.further_steps else f"{scale.further_epochs:g} epochs"
     return Table(
         name="hard_negatives",
         title="Table 4: hard negatives",

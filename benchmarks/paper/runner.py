@@ -28,7 +28,7 @@ import numpy as np
 from arms import BM25, Model, Row
 from fit import CONSTANTS, Fit, fit, load, set_length, untrained
 from judge import FINDINGS
-from scales import Collection, Scale
+from scales import NOISE, Collection, Scale, steps_of
 
 from st_aggretriever.atomic import lock_folder, replacing
 from st_aggretriever.bulk import Source, encode_to_disk
@@ -96,8 +96,8 @@ class Runner:
 
     def identity(self, model: Model) -> dict[str, Any]:
         """All that the weights of a model depend on but the seed."""
-        names = ("batch_size", "negatives", "epochs", "max_steps", "eval_steps", "patience", "min_gain", "rates")
-        names += ("factors", "sweep_steps", "train_length", "settings", "dev_share", "test_share")
+        names = ("batch_size", "negatives", "epochs", "steps", "evaluations", "rates", "factors", "sweep_share")
+        names += ("train_length", "settings", "dev_share", "test_share")
         if model.further:
             names += tuple(field.name for field in fields(self.scale) if field.name.startswith("further_"))
         settings = {name: getattr(self.scale, name) for name in names} | CONSTANTS if model.trained else {}
@@ -107,7 +107,7 @@ class Runner:
             "search_length": self.scale.search_length,
             "backbone": self._backbone_hash(model.backbone) if model.recipe != "bm25" else None,
             "pairs": self._pairs_hash(model.source, model.fraction) if model.trained else None,
-            "dev": self._files_hash(f"dev-{model.source}") if model.trained and self.scale.patience else None,
+            "dev": self._files_hash(f"dev-{model.source}") if model.trained and self.scale.evaluations else None,
         }
 
     def run_id(self, model: Model, seed: int) -> str:
@@ -145,8 +145,8 @@ class Runner:
         """The factor and rate of the best dev figures, seed 0; without a choice the only ones.
 
         First short runs of each factor at the first rate, then whole runs of each rate at the best factor; the better
-        one of these is the model of seed 0. Further training keeps the plain model's factor. Of equal figures the
-        earlier run is taken.
+        one of these is the model of seed 0. Further training keeps the plain model's factor. What is better by less
+        than noise isn't: then the first one is taken.
         """
         rates = self.scale.further_rates if model.further else self.scale.rates
         factors = (self.choose(model.start)["factor"],) if model.further else self.scale.factors
@@ -180,28 +180,27 @@ class Runner:
         folder = self._sweep_folder(model, rate, factor, whole=whole)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.done["sweep"] += not (folder / "fit.json").exists()
-        steps = self._steps(model) if whole else self.scale.sweep_steps
+        steps = steps_of(self.scale, model)
+        steps = steps if whole else max(1, int(self.scale.sweep_share * steps))
         run = self._fit(model, 0, rate, factor, steps)
         self.say(f"sweep: {'whole run, ' * whole}rate {rate:g}, factor {factor:g}: {model.kind}")
         try:
-            return fit(self._judged_at_end(steps) if model.further or not whole else self.scale, run, folder)
+            return fit(self._once(model.further or not whole), run, folder)
         except ValueError as error:
             if "diverged" not in str(error):
                 raise
             return {"rate": rate, "factor": factor, "steps": None, "dev_curve": [[steps, 0.0]]}
 
-    def _judged_at_end(self, steps: int) -> Scale:
-        return replace(self.scale, eval_steps=max(1, steps))
-
-    def _steps(self, model: Model) -> int:
-        return self.scale.further_steps if model.further else self.scale.max_steps
+    def _once(self, once: object) -> Scale:
+        """The scale, for short runs and further training with a single evaluation, at the end."""
+        return replace(self.scale, evaluations=min(1, self.scale.evaluations)) if once else self.scale
 
     def _fit(self, model: Model, seed: int, rate: float, factor: float, steps: int) -> Fit:
         path, pairs = self.backbone(model.backbone), self.pairs(model.source, model.fraction)
         if model.further:
             path = str(self.trained(model.start, seed))
             pairs = self.mined(model.start, seed) if model.further == "hard" else pairs
-        dev = self.prepared / f"dev-{model.source}" if self.scale.patience else None
+        dev = self.prepared / f"dev-{model.source}" if self.scale.evaluations else None
         return Fit(model=model, path=path, pairs=pairs, dev=dev, rate=rate, factor=factor, seed=seed, steps=steps)
 
     def trained(self, model: Model, seed: int) -> Path:
@@ -221,12 +220,12 @@ class Runner:
             swept = self._sweep_folder(model, chosen["rate"], chosen["factor"], whole=True)
             if seed == 0 and swept.exists() and not folder.exists():
                 swept.rename(folder)
-            steps = self._steps(model)
+            steps = steps_of(self.scale, model)
             run = self._fit(model, seed, chosen["rate"], chosen["factor"], steps)
             if not (folder / "fit.json").exists():
                 self.say(f"train: seed {seed}: {model.kind}, {model.source} x {model.fraction:g}")
                 self.done["train"] += 1
-            record = fit(self._judged_at_end(steps) if model.further else self.scale, run, folder)
+            record = fit(self._once(model.further), run, folder)
             self._keep(model, seed, {"training": record})
             if seed == 0:
                 shutil.rmtree(swept.parent, ignore_errors=True)
@@ -461,7 +460,10 @@ def _hash(settings: dict[str, Any]) -> str:
 
 
 def _best(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return max(runs, key=lambda run: max(figure for _, figure in run["dev_curve"]))
+    """The first run, or the best one where that is more than noise better."""
+    figures = [max(figure for _, figure in run["dev_curve"]) for run in runs]
+    best = max(range(len(runs)), key=figures.__getitem__)
+    return runs[best if figures[best] - figures[0] >= NOISE else 0]
 
 
 def _merged(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

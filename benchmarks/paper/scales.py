@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from arms import Model
+
 from st_aggretriever.evaluation.beir_sets import BEIR, PUBLIC
 
 
@@ -38,6 +40,8 @@ class Collection:
     questions: str = ""
 
 
+NOISE = 0.02  # about the standard error of the dev figure
+
 DEV = Collection(name="dev", folder="dev-all", split="dev")  # made by the runner, see data.py
 
 
@@ -51,11 +55,12 @@ class Scale:
         labels: Name of a backbone -> how tables call it.
         sources: Name -> files of pairs below the data folder.
         rates, factors: The sweep, seed 0, judged on the dev split: each of ``factors`` (the loss's scale) at the first
-            rate for ``sweep_steps`` steps, then each rate at the best factor in a whole run. One of each is no sweep.
-        max_steps: 0 goes by ``epochs``.
+            rate for ``sweep_share`` of the steps, then each rate at the best factor in a whole run. One of each is no
+            sweep. The first one stays where no other is better by ``NOISE``.
+        steps: Of a whole run, for models with the MLM head and without it; 0 goes by ``epochs``.
+        evaluations: How often a whole run is judged on the dev split, the last time at its end; the best weights count.
+            0 never.
         dev: Judged training queries, apart from the training pairs, for the fusion's weight.
-        patience, min_gain: The dev figure is flat, and training ends, when the mean of so many evaluations is above
-            that of as many before them by this at most; 0 evaluations train to the end.
         fractions: Shares of the training pairs in the table of small training data.
         further_steps, further_rates: Steps of further training, 0 goes by ``further_epochs``; and its rates.
     """
@@ -73,13 +78,11 @@ class Scale:
     batch_size: int = 32
     negatives: int | None = None
     epochs: float = 3.0
-    max_steps: int = 0
-    eval_steps: int = 200
-    patience: int = 2
-    min_gain: float = 0.0
+    steps: tuple[int, int] = (0, 0)
+    evaluations: int = 3
     rates: tuple[float, ...] = (1e-4,)
     factors: tuple[float, ...] = (1.0,)
-    sweep_steps: int = 200
+    sweep_share: float = 0.25
     train_length: int = 64
     search_length: int = 128
     fractions: tuple[float, ...] = (0.01, 0.1)
@@ -120,12 +123,10 @@ SMOKE = Scale(
     seeds_main=(0, 1),
     seeds=(0, 1),
     batch_size=4,
-    max_steps=2,
-    eval_steps=1,
-    patience=1,
+    steps=(2, 3),
+    evaluations=2,
     rates=(1e-3,),
     factors=(1.0,),
-    sweep_steps=1,
     train_length=16,
     search_length=24,
     fractions=(0.5,),
@@ -167,12 +168,10 @@ MINI = Scale(
     ),
     seeds_main=(0, 1, 2, 3, 4),
     seeds=(0, 1, 2),
-    batch_size=16,
-    max_steps=2000,
-    min_gain=0.01,
+    steps=(600, 1800),
     rates=(1e-4, 4e-4),
     factors=(1.0, 5.0, 20.0),
-    further_steps=800,
+    further_steps=400,
     further_rates=(2e-5, 1e-4),
     training_rows=36_500,
 )
@@ -236,7 +235,7 @@ FULL = Scale(
     negatives=7,
     rates=(5e-6,),
     further_rates=(5e-6,),
-    patience=0,
+    evaluations=0,
     train_length=128,
     search_length=128,
     further_batch_size=8,
@@ -245,5 +244,11 @@ FULL = Scale(
     training_rows=500_000,
     settings={"precision": "auto", "device": "auto"},
 )
+
+
+def steps_of(scale: Scale, model: Model) -> int:
+    """Steps of the model's training; 0 where it goes by epochs."""
+    return scale.further_steps if model.further else scale.steps[not model.has_head]
+
 
 SCALES = {scale.name: scale for scale in (SMOKE, MINI, FULL)}

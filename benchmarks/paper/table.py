@@ -19,7 +19,7 @@ from arms import Table, distinct
 from judge import FINDINGS, contrast, findings_of, judge
 from published import TITLE
 from runner import WAIT, Runner
-from scales import SCALES, Scale
+from scales import NOISE, SCALES, Scale
 from transformers.utils import logging as transformers_logging
 
 from st_aggretriever.readers.text import checksum
@@ -240,7 +240,10 @@ def _training_notes(runner: Runner, table: Table) -> list[str]:
               if run["flat"] is False]  # fmt: skip
     if rising:
         names = "; ".join(rising)
-        notes.append(f"Runs whose dev figure was not flat at the last step, {len(rising)} of {len(curves)}: {names}.")
+        notes.append(
+            f"Runs whose dev figure gained {NOISE:g} or more in their last third: {len(rising)} of "
+            f"{len(curves)}, {names}."
+        )
     changed = {checksum(FINDINGS)} | {
         record.get("findings_sha256")
         for row in table.rows
