@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 RECIPES = ("aggretriever", "cosine", "splade", "bm25")
@@ -23,6 +23,7 @@ class Model:
         fraction: Share of them that is used; a smaller share is a part of a larger one.
         further: ``"hard"`` goes on from the plain model on negatives that it mined itself, ``"same"`` on its own pairs.
         trained: Whether it is trained at all.
+        longer: How many times the usual steps it takes, by the settings that were chosen for the usual ones.
     """
 
     recipe: str = "aggretriever"
@@ -32,6 +33,7 @@ class Model:
     fraction: float = 1.0
     further: str = ""
     trained: bool = True
+    longer: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,14 +52,15 @@ class Model:
 
     @property
     def start(self) -> Model:
-        """The plain model from which further training goes on."""
-        return Model(**{**asdict(self), "build": self.build, "further": ""})
+        """The plain model from which further training goes on, and whose settings a longer one has."""
+        return replace(self, further="", longer=1)
 
     @property
     def kind(self) -> str:
         """Names the costs of a step and of a text, which the pairs don't change."""
         settings = [f"{name}={value}" for name, value in self.build]
-        return " ".join([self.recipe, self.backbone, *settings, *([f"further={self.further}"] if self.further else [])])
+        settings += [f"further={self.further}"] * bool(self.further) + [f"longer={self.longer}"] * (self.longer > 1)
+        return " ".join([self.recipe, self.backbone, *settings])
 
 
 def agg(backbone: str = "main", **build: Any) -> Model:

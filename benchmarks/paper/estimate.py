@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def dry_run(scale: Scale, tables: list[Table], results: Path, *, details: bool =
     trainings = evaluations = 0
     unknown = []
     for model, used in seeds.items():
-        cost = costs.get(model.kind)
+        cost = costs.get(replace(model, longer=1).kind)
         if cost is None:
             unknown.append(model.kind)
             continue
@@ -84,6 +85,8 @@ def _work(
         rates = len(scale.further_rates if model.further else scale.rates)
         steps = _steps(scale, model)
         judged = min(scale.evaluations, 1 if model.further else scale.evaluations) * cost["dev"]
+        if model.longer > 1:
+            factors = rates = 1
         if factors > 1:
             short = int(scale.sweep_share * steps)
             hours = factors * (short * cost["step"] + min(1, scale.evaluations) * cost["dev"]) / 3600
@@ -158,7 +161,7 @@ def measure(runner: Runner, table: Table, results: Path) -> None:
     path = results / f"costs-{runner.scale.name}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
     for model in distinct(row.model for row in table.rows):
-        if model.recipe == "bm25" or model.kind in known["models"]:
+        if model.recipe == "bm25" or model.longer > 1 or model.kind in known["models"]:
             continue
         known["models"][model.kind] = cost = _measured(runner, model)
         known["versions"] = versions()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import published
 import table
 from arms import BM25, Model, Row, Table, agg, cls
@@ -16,6 +18,9 @@ def make(scale: Scale) -> Table:
         rows.append(Row(name=f"{label}: CLS", model=cls(name)))
         if name in scale.control_backbones:
             rows += controls(name, label)
+        if name == "main" and scale.steps[0]:
+            rows.append(Row(name=f"{label}: AGG, twice the steps", model=replace(agg(name), longer=2)))
+            rows.append(Row(name=f"{label}: CLS, twice the steps", model=replace(cls(name), longer=2)))
     collections = [c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"]
     if scale.name == "full":
         collections += ["NQ", "TQA"]

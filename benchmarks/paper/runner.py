@@ -148,6 +148,8 @@ class Runner:
         one of these is the model of seed 0. Further training keeps the plain model's factor. What is better by less
         than noise isn't: then the first one is taken.
         """
+        if model.longer > 1:
+            return self.choose(model.start)
         rates = self.scale.further_rates if model.further else self.scale.rates
         factors = (self.choose(model.start)["factor"],) if model.further else self.scale.factors
         if len(factors) == len(rates) == 1:

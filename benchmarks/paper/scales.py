@@ -248,7 +248,7 @@ FULL = Scale(
 
 def steps_of(scale: Scale, model: Model) -> int:
     """Steps of the model's training; 0 where it goes by epochs."""
-    return scale.further_steps if model.further else scale.steps[not model.has_head]
+    return scale.further_steps if model.further else model.longer * scale.steps[not model.has_head]
 
 
 SCALES = {scale.name: scale for scale in (SMOKE, MINI, FULL)}
