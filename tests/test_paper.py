@@ -91,6 +91,23 @@ def test_a_table_that_was_interrupted_trains_nothing_again(twice: Any) -> None:
     assert twice.result["grids"] == twice.repeated["grids"]
 
 
+def test_an_interruption_while_a_table_is_written_is_one_line(
+    paper: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(paper.table.report, "write", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        paper.table.main(paper.latency.make, paper.latency.measured, ["--work", str(tmp_path / "work")])
+    assert ended.value.code == 130
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("the same command goes on from " + f"{tmp_path / 'work' / 'results'} and {tmp_path / 'work'}")
+    )
+
+
 def test_what_another_process_makes_is_left_to_it_and_waited_for(
     paper: SimpleNamespace, twice: Any, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,14 +46,14 @@ def main(make: Make, more: More | None = None, argv: list[str] | None = None) ->
             return None
         print("\n".join(estimate.dry_run(scale, [table], args.results, details=False)), flush=True)
         result = fill(runner, table, more)
+        with closing(runner.alone("refresh", wait=True)):
+            refresh(scale, args.results, result)
     except (ValueError, OSError, ImportError) as error:
         print(f"{table.name}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt:
         print(f"interrupted: the same command goes on from {args.results} and {args.work}", file=sys.stderr)
         raise SystemExit(130) from None
-    with closing(runner.alone("refresh", wait=True)):
-        refresh(scale, args.results, result)
     print((args.results / f"{table.name}-{scale.name}.md").read_text(encoding="utf-8"))
     return result
 
