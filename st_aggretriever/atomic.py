@@ -39,17 +39,17 @@ def partial_of(folder: str | Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def check_output(folder: str | Path) -> None:
-    """Refuse a folder that exists, or whose own folder doesn't.
+def check_output(output: str | Path) -> None:
+    """Refuse a file or folder that exists, or whose own folder doesn't.
 
     Raises:
         FileExistsError, FileNotFoundError.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists. Name another output.")
-    if not folder.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {folder} does not exist. Make it first.")
+    output = Path(output)
+    if output.exists():
+        raise FileExistsError(f"{output} exists. Name another output.")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder of {output} does not exist. Make it first.")
 
 
 def lock_folder(folder: Path) -> IO[Any]:

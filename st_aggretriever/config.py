@@ -155,13 +155,6 @@ class TrainConfig:
     dev_metric: str = _option("figure that decides which weights are best", "RR@10", choices=("RR@10", "nDCG@10"))
     eval_steps: int = _option("steps between two evaluations, each with a checkpoint", 500, least=1)
     patience: int = _option("stop after so many evaluations without a new best; 0 never", 0, least=0)
-    min_gain: float = _option(
-        "with patience N, for a noisy figure: stop once the mean of N evaluations is above that of the N before by no "
-        "more than this; 0 goes by new bests",
-        0.0,
-        least=0,
-        below=1,
-    )
 
     # Machine
     precision: str = _option(

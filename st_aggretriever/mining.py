@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from st_aggretriever.atomic import partial_of, replacing
+from st_aggretriever.atomic import check_output, partial_of, replacing
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.readers.mined import FORMAT, relative
@@ -137,7 +137,7 @@ def mine(
     if batch_size < 1:
         raise ValueError(f"mine: batch_size must be at least 1, got {batch_size}.")
     output = Path(output)
-    check_file(output)
+    check_output(output)
     documents = _documents(data, corpus)
     working = partial_of(output)
     if working.exists() and not (working / "mining").is_file():
@@ -178,19 +178,6 @@ def mine(
                 shutil.copyfileobj(lines, file)
     shutil.rmtree(working)
     return manifest
-
-
-def check_file(output: str | Path) -> None:
-    """Refuse an output that exists, or whose folder doesn't.
-
-    Raises:
-        FileExistsError, FileNotFoundError.
-    """
-    output = Path(output)
-    if output.exists():
-        raise FileExistsError(f"{output} exists. Name another output.")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {output} does not exist. Make it first.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

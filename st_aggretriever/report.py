@@ -144,9 +144,7 @@ def _dev(record: dict[str, Any]) -> list[str]:
     best = record.get("best_step")
     kept = f"The weights of step {best} were kept." if best else "The last weights were kept."
     if record["steps"] < record["resolved"]["steps"]:
-        patience, gain = record["config"]["patience"], record["config"]["min_gain"]
-        mean = f"the mean of {patience} evaluations was above that of the {patience} before by {gain:g} at most"
-        kept += f" Stopped early: {mean if gain else f'{patience} evaluations without a better one'}."
+        kept += f" Stopped early: {record['config']['patience']} evaluations without a better one."
     return ["## Development set", "", kept, "", *_table(dev, names)]
 
 

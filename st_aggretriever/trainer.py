@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,19 +41,17 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
 
     Args:
         data: The training data, read row by row from disk, in place of ``train_dataset``.
-        patience, min_gain: Stop when the last so many evaluations bring nothing new, see :func:`is_flat`; 0 evaluations
-            never do. Needs an evaluator and ``args.metric_for_best_model``.
+        patience: Stop after so many evaluations without a new best figure; 0 never does. Needs an evaluator and
+            ``args.metric_for_best_model``.
         *args, **kwargs: As :class:`SentenceTransformerTrainer`.
     """
 
-    def __init__(
-        self, *args: Any, data: TrainingData | None = None, patience: int = 0, min_gain: float = 0.0, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, data: TrainingData | None = None, patience: int = 0, **kwargs: Any) -> None:
         if data is not None:
             kwargs["train_dataset"] = data.dataset()
         super().__init__(*args, **kwargs)
         self.data = data
-        self.patience, self.min_gain = patience, min_gain
+        self.patience = patience
         self._writing = False
         self.remove_callback(PrinterCallback)
         if not self.args.disable_tqdm:
@@ -92,11 +89,13 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         self.train(resume_from_checkpoint=checkpoint)
 
     def stopped_early(self, state: TrainerState) -> bool:
-        """Whether the figure is flat, by the log, which a resumed run has too."""
+        """Whether ``patience`` evaluations have passed since the best one, by the log, which a resumed run has too."""
         key = f"eval_{str(self.args.metric_for_best_model or '').removeprefix('eval_')}"
-        sign = 1 if self.args.greater_is_better else -1
-        figures = [sign * entry[key] for entry in state.log_history if key in entry]
-        return is_flat(figures, self.patience, self.min_gain)
+        figures = [entry[key] for entry in state.log_history if key in entry]
+        if not self.patience or not figures:
+            return False
+        best = max(figures) if self.args.greater_is_better else min(figures)
+        return len(figures) - 1 - figures.index(best) >= self.patience
 
     def get_batch_sampler(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if self.data is None:
@@ -255,25 +254,6 @@ class _Epochs(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.data.set_epoch(int(state.epoch or 0))
-
-
-def is_flat(figures: Sequence[float], patience: int, min_gain: float = 0.0) -> bool:
-    """Whether the last ``patience`` figures, the larger the better, bring nothing new; never for 0 of them.
-
-    None of them is a new best; or with ``min_gain``, for figures that are noisy, their mean is above the mean of as
-    many before them by that at most.
-
-    >>> is_flat([0.3, 0.5, 0.5], patience=1), is_flat([0.3, 0.5, 0.51], patience=1)
-    (True, False)
-    >>> is_flat([0.3, 0.48, 0.52, 0.49, 0.53], patience=2, min_gain=0.02)  # .51 after .50
-    True
-    """
-    if not 0 < patience < len(figures):
-        return False
-    if not min_gain:
-        return max(figures[-patience:]) <= max(figures[:-patience])
-    before = figures[-2 * patience : -patience]
-    return len(before) == patience and sum(figures[-patience:]) <= sum(before) + patience * min_gain
 
 
 class _Evaluations(TrainerCallback):

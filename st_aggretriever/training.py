@@ -30,6 +30,10 @@ TEACHER_SECONDS = 7 * 86_400  # that the other processes wait for the first one'
 SMALL_BACKBONE = 20_000_000  # parameters: below it the published learning rate of 5e-6 is far too low
 
 
+class DivergedError(ValueError):
+    """A training whose weights are no longer finite."""
+
+
 def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> SentenceTransformer:
     """Train by ``config`` and write the model to its output, with ``train.json`` (settings, data, losses) and a report.
 
@@ -145,8 +149,6 @@ def _check_environment(config: TrainConfig, evaluator: BaseEvaluator | None) -> 
         import_pytrec_eval()
     elif evaluator is None and config.patience:
         raise ValueError("train: patience needs a development set: give dev_data or dev_share.")
-    if config.min_gain and not config.patience:
-        raise ValueError("train: min_gain belongs to patience: say over how many evaluations means are taken.")
     if config.report_to:
         _check_integrations(config.report_to)
 
@@ -490,7 +492,6 @@ def _trainer(
         loss=_loss(config, model),
         evaluator=evaluator,
         patience=config.patience,
-        min_gain=config.min_gain,
     )
     needed = min(resolved["steps"], resolved["steps_in_epoch"])
     sampler: Any = trainer.get_train_dataloader().batch_sampler
@@ -519,7 +520,7 @@ def _check_result(trainer: AggretrieverTrainer, steps: int) -> None:
             "text comes twice. Lower batch_size or max_steps."
         )
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):
-        raise ValueError("train: the training diverged (weights are not finite). Lower the learning rates.")
+        raise DivergedError("train: the training diverged (weights are not finite). Lower the learning rates.")
 
 
 def _dev_figures(trainer: AggretrieverTrainer) -> list[dict[str, float]]:

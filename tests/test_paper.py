@@ -139,7 +139,7 @@ def test_the_better_whole_run_of_the_sweep_is_the_model_of_seed_0(
         if not folder.exists():
             fitted.append((run.rate, run.factor, run.seed))
         if run.rate == 3e-3:
-            raise ValueError("train: the training diverged (weights are not finite). Lower the learning rates.")
+            raise paper.runner.DivergedError("train: the training diverged")
         return original(scale, run, folder) | {"dev_curve": [[1, dev[run.rate, run.factor]]]}
 
     monkeypatch.setattr(paper.runner, "fit", fit)
@@ -315,7 +315,7 @@ def test_true_nulls_are_rejected_as_often_as_p_says(paper: SimpleNamespace) -> N
         rows = ({"a": rng.normal(0, 0.01, (3, 1)).repeat(5, 1)} for _ in range(2))
         result = paper.judge.contrast(finding, figures_of(*rows), {"row 0": "x", "row 1": "y"}, resamples=400)
         rejected.append(result["p"] < 0.05)
-    assert np.mean(rejected) < 0.08  # a bootstrap of the seeds rejects .11
+    assert np.mean(rejected) < 0.08
 
 
 def test_rows_of_one_model_are_resampled_together(paper: SimpleNamespace) -> None:

@@ -21,7 +21,7 @@ def record() -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "config": {"model": "some/backbone", "pairs": ["p.jsonl"], "output": "out", "resume": True, "batch_size": 16,
-                   "patience": 2, "min_gain": 0.0, "fold_dims": [320], "learning_rate": None},
+                   "patience": 2, "fold_dims": [320], "learning_rate": None},
         "pairs": {"p.jsonl": 1234},
         "data": {"p.jsonl": {"format": "pairs", "rows": 1234, "bad_rows": 5}},
         "teacher": {"name": "bm25"},

@@ -12,7 +12,7 @@ from sentence_transformers.base.evaluation import BaseEvaluator
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from training_runs import die_at, differing, interrupt, make_rows, record_inputs, weights, write_rows
 
-from st_aggretriever import TrainConfig, dev, load_aggretriever, train, trainer
+from st_aggretriever import TrainConfig, dev, load_aggretriever, train
 from st_aggretriever.dev import DevEvaluator, held_out
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.readers.training import open_training_data
@@ -77,42 +77,6 @@ def test_it_stops_after_so_many_evaluations_without_a_better_one(settings: dict)
     record = record_of(settings)
     assert (record["steps"], record["resolved"]["steps"], record["best_step"]) == (4, 6, 2)
     assert differing(weights(model), judge.seen[1]) == set()
-
-
-@pytest.mark.parametrize(
-    ("figures", "patience", "min_gain", "flat"),
-    [
-        ([], 1, 0.0, False),
-        ([0.5], 1, 0.0, False),
-        ([0.5, 0.5], 0, 0.0, False),
-        ([0.5, 0.5], 1, 0.0, True),
-        ([0.5, 0.4, 0.6], 2, 0.0, False),
-        ([0.9, 0.1, 0.1], 2, 0.01, False),  # one figure is not the mean of two
-        ([0.5, 0.5, 0.51, 0.51], 2, 0.011, True),
-        ([0.5, 0.5, 0.51, 0.53], 2, 0.011, False),
-        ([0.1, 0.5, 0.5, 0.4, 0.3], 2, 0.01, True),
-    ],
-)
-def test_flat_is_no_new_best_or_no_higher_mean(
-    figures: list[float], patience: int, min_gain: float, flat: bool
-) -> None:
-    assert trainer.is_flat(figures, patience, min_gain) is flat
-
-
-def test_noisy_figures_are_flat_by_their_means(settings: dict) -> None:
-    settings["report"] = True
-    figures = (0.3, 0.50, 0.48, 0.51, 0.49, 0.52)  # means of two: from the fourth on .495 after .40, .50 after .49
-    model = train(
-        TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.02), evaluator=(judge := Scripted(*figures))
-    )
-    record = record_of(settings)
-    assert (record["steps"], record["best_step"]) == (5, 4)
-    said = "Stopped early: the mean of 2 evaluations was above that of the 2 before by 0.02 at most."
-    assert said in (Path(settings["output"]) / "report.md").read_text()
-    assert differing(weights(model), judge.seen[3]) == set()
-    settings |= {"output": settings["output"] + "-on"}
-    train(TrainConfig(**settings, eval_steps=1, patience=2, min_gain=0.005), evaluator=Scripted(*figures))
-    assert record_of(settings)["steps"] == 6
 
 
 def test_a_run_that_stops_early_knows_its_losses(settings: dict) -> None:

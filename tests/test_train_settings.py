@@ -98,7 +98,6 @@ def bad_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield {"fold_dims": [8], "fold_weights": [1, 2]}, "one weight for each of the 1 fold_dims, got 2"
     yield {"pairs": [""]}, "pairs must name a file or folder, got an empty name"
     yield {"patience": 1}, "patience needs a development set"
-    yield {"min_gain": 0.1}, "min_gain belongs to patience"
     yield {"dev_data": folder / "absent"}, "absent"
     yield {"batch_size": 25}, "batch_size must be at most the number of pairs, 24, got 25"
     yield {"output": folder / "full"}, "full is not empty; nothing was overwritten"

@@ -16,6 +16,7 @@ from scales import NOISE, Scale
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train
 from st_aggretriever.dev import DevEvaluator
 from st_aggretriever.trainer import TRAINER_STATE, publish
+from st_aggretriever.training import DivergedError
 
 QUERY_LENGTH = 32
 DEV_METRIC = "RR@10"
@@ -205,7 +206,7 @@ def _fit_stock(scale: Scale, run: Fit, output: Path) -> dict[str, Any]:
     else:
         trainer.train(resume_from_checkpoint=last)
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
-        raise ValueError("the training diverged (weights are not finite). Lower the learning rate.")
+        raise DivergedError("the training diverged (weights are not finite). Lower the learning rate.")
     dev = [
         {"step": entry["step"], DEV_METRIC: entry[f"eval_{DEV_METRIC}"]}
         for entry in trainer.state.log_history

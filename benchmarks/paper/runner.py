@@ -44,6 +44,7 @@ from st_aggretriever.readers.training import open_training_data
 from st_aggretriever.search.bm25 import search_bm25
 from st_aggretriever.search.exact import search
 from st_aggretriever.search.retrieve import rankings_of
+from st_aggretriever.training import DivergedError
 from st_aggretriever.vectors.folder import VectorFolder
 
 DEPTH = 1000
@@ -188,9 +189,7 @@ class Runner:
         self.say(f"sweep: {'whole run, ' * whole}rate {rate:g}, factor {factor:g}: {model.kind}")
         try:
             return fit(self._once(model.further or not whole), run, folder)
-        except ValueError as error:
-            if "diverged" not in str(error):
-                raise
+        except DivergedError:
             return {"rate": rate, "factor": factor, "steps": None, "dev_curve": [[steps, 0.0]]}
 
     def _once(self, once: object) -> Scale:

@@ -58,7 +58,8 @@ def add_mine(commands: argparse._SubParsersAction) -> None:
 
 
 def _mine(args: argparse.Namespace) -> None:
-    from st_aggretriever.mining import MiningSettings, check_file, mine
+    from st_aggretriever.atomic import check_output
+    from st_aggretriever.mining import MiningSettings, mine
     from st_aggretriever.readers.training import open_training_data
 
     settings = MiningSettings(
@@ -69,7 +70,7 @@ def _mine(args: argparse.Namespace) -> None:
         negatives=args.negatives,
         drop_short=args.drop_short,
     )
-    check_file(args.output)  # before anything is read
+    check_output(args.output)  # before anything is read
     data = open_training_data(args.data, negatives=0, split=args.split, max_bad_rows=args.max_bad_rows)
     bm25 = args.model == "bm25"
     model = None if bm25 else load_model(args.model, args.device, args.trust_remote_code, args.quantize)
