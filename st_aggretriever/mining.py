@@ -1,7 +1,8 @@
 """Hard negatives: what a model, or BM25, ranks highest for a query and is none of its positives.
 
 By inner product and this package's exact search. Left out are all documents that are a known positive of the query
-anywhere in the data, or have the text or the id of one, documents that have the query's own text, and empty ones.
+anywhere in the data, or have the text or the id of one, documents that have the query's own text, and those
+without text.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tqdm import tqdm
 from st_aggretriever.atomic import check_output, partial_of, replacing
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.encoding import Encoder, model_hash
-from st_aggretriever.readers.mined import FORMAT, relative
-from st_aggretriever.readers.store import EMPTY, BadRows, Passages, find_first, hash_of
+from st_aggretriever.readers.mined import FORMAT, MinedSource, relative
+from st_aggretriever.readers.store import EMPTY, BadRows, Passages, find_first, hash_of, key_of
 from st_aggretriever.readers.training import TrainingData
 from st_aggretriever.search.bm25 import BM25, best_of
 from st_aggretriever.search.exact import search
@@ -91,13 +92,15 @@ class MiningSettings:
 
 
 class Documents(NamedTuple):
-    """What is mined from, by position."""
+    """What is mined from, by position; texts that are empty are left out."""
 
     stream: Callable[[], Iterator[tuple[str, str]]]  # -> (position as string, text)
     ids: np.ndarray  # (N,) bytes
     keys: np.ndarray  # (N,) uint64, of the texts
     hashes: np.ndarray  # (N,) uint64, of the ids that positives may have too; 0 without
-    sha256: str
+    file_sha256: str  # of what they were read from
+    sha256: str  # of ids and texts
+    apart: bool  # whether the ids are those of the data's own collections, see TrainingData.known_positives
 
 
 def mine(
@@ -156,7 +159,7 @@ def mine(
         "split": data.opened_with[1].get("split", "train"),
         "max_bad_rows": data.opened_with[1].get("max_bad_rows", 0),
         "corpus": None if corpus is None else relative(_corpus_file(corpus), output.resolve().parent),
-        "corpus_sha256": documents.sha256,
+        "corpus_sha256": documents.file_sha256,
         "documents": len(documents.ids),
     }
     if encoder is None:
@@ -192,26 +195,36 @@ def _documents(data: TrainingData, corpus: str | None) -> Documents:
     ids: list[bytes] = []
     keys, hashes = [], []
     digest = hashlib.sha256()
+    every: Callable[[], Iterator[tuple[str, str, int, int]]] = data.corpus
     if corpus is not None:
         passages = Passages(_corpus_file(corpus), BadRows(0, str))
-        for key, _ in passages.stream():
+
+        def every() -> Iterator[tuple[str, str, int, int]]:
+            yield from ((key, text, key_of(text), hash_of(key)) for key, text in passages.stream())
+
+    for key, _, text_key, hashed in every():
+        if text_key != EMPTY:
             ids.append(key.encode())
-            hashes.append(hash_of(key))
+            keys.append(text_key)
+            hashes.append(hashed)
+            digest.update(f"{key}\t{text_key}\n".encode())
+    if not ids:
+        raise ValueError(f"mine: {corpus or 'the data'} holds no text to mine from.")
 
-        def stream() -> Iterator[tuple[str, str]]:
-            yield from ((str(number), text) for number, (_, text) in enumerate(passages.stream()))
+    def stream() -> Iterator[tuple[str, str]]:
+        filled = (text for _, text, text_key, _ in every() if text_key != EMPTY)
+        yield from ((str(number), text) for number, text in enumerate(filled))
 
-        return Documents(stream, np.array(ids), passages.keys, np.array(hashes, np.uint64), passages.sha256)
-    for key, _, text_key, hashed in data.corpus():
-        ids.append(key.encode())
-        keys.append(text_key)
-        hashes.append(hashed)
-        digest.update(f"{key}\t{text_key}\n".encode())
-
-    def own() -> Iterator[tuple[str, str]]:
-        yield from ((str(number), text) for number, (_, text, _, _) in enumerate(data.corpus()))
-
-    return Documents(own, np.array(ids), np.array(keys, np.uint64), np.array(hashes, np.uint64), digest.hexdigest())
+    apart = corpus is None and not any(isinstance(source, MinedSource) for source in data.sources)
+    return Documents(
+        stream,
+        np.array(ids),
+        np.array(keys, np.uint64),
+        np.array(hashes, np.uint64),
+        digest.hexdigest() if corpus is None else passages.sha256,
+        digest.hexdigest(),
+        apart,
+    )
 
 
 def _encode(encoder: Encoder, documents: Documents, folder: Path, name: str, batch_size: int) -> VectorFolder:
@@ -351,8 +364,8 @@ def _mine_rows(
         if key not in place_of:
             place_of[key] = len(queries)
             queries.append(examples[row].query)
-            keys, ids = data.known_positives(row)
-            known.append((keys | {key, EMPTY}, ids))
+            keys, ids = data.known_positives(row, apart=documents.apart)
+            known.append((keys | {key}, ids))
     keys_in_order, hashes_in_order = np.sort(documents.keys), np.sort(documents.hashes)
     most = max(_count(keys_in_order, keys) + _count(hashes_in_order, ids) for keys, ids in known)
     scores, positions = miner.find(queries, settings.depth + most)

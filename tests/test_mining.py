@@ -279,6 +279,26 @@ def test_another_corpus_is_mined_by_id_and_by_text(tmp_path: Path) -> None:
     assert list(twice.row(0).values()) == list(data.row(0).values())
 
 
+@pytest.mark.parametrize("through", ["folder", "mined file", "mined file with a corpus of its own"])
+def test_another_corpus_is_mined_without_a_folders_positives_by_id(folder: Path, tmp_path: Path, through: str) -> None:
+    """The same collection with titles: every id stands for another text than in the folder."""
+    documents = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    corpus = write(tmp_path / "titled.jsonl", *({**document, "title": "a title"} for document in documents))
+    options: dict[str, Any] = {"settings": MiningSettings(depth=1000), "model_name": "bag"}
+    data = str(folder)
+    if through != "folder":
+        data = str(tmp_path / "before.jsonl")
+        mine(Bag(), open_training_data([str(folder)]), data, corpus=corpus if "corpus" in through else None, **options)
+    again = None if "corpus" in through else corpus
+    mine(Bag(), open_training_data([data], negatives=0), tmp_path / "mined.jsonl", corpus=again, **options)
+    rows = lines_of(tmp_path / "mined.jsonl")[1]
+    assert len(rows) == 16
+    for row in rows:
+        query = row["row"] // 2
+        others = {one["_id"] for one in documents} - {f"d{2 * query}", f"d{2 * query + 1}"}
+        assert others - {"copy1", "copy2"} <= set(row["negatives"]) <= others  # texts of a mined file count once
+
+
 def test_bm25_teaches_rows_whose_positives_are_not_in_the_collection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +323,7 @@ def test_empty_documents_are_not_mined_and_only_queries_with_rows_are_counted(tm
     options["settings"] = MiningSettings(drop_short=True, depth=5)
     mine(Bag(), open_training_data([path]), tmp_path / "dense.jsonl", **options)
     assert [sorted(row["negatives"]) for row in lines_of(tmp_path / "dense.jsonl")[1]] == [["a", "b"]] * 3
+    assert lines_of(tmp_path / "dense.jsonl")[0]["documents"] == 2  # none is searched to be left out
     made = mine(None, open_training_data([path]), tmp_path / "bm25.jsonl", **options)
     assert (made["rows"], made["dropped_rows"], made["queries"]) == (2, 1, 2)
 

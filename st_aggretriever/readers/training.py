@@ -183,9 +183,15 @@ class TrainingData:
         start, end = self.positive_starts[row : row + 2]
         return [int(self.query_keys[row]), *self.positive_keys[start:end].tolist()]
 
-    def known_positives(self, row: int) -> tuple[set[int], set[int]]:
-        """Keys and hashed ids of every positive that any row has for this row's query."""
-        return self._known(self.query_keys[self._number(row)])
+    def known_positives(self, row: int, *, apart: bool = True) -> tuple[set[int], set[int]]:
+        """Keys and hashed ids of every positive that any row has for this row's query.
+
+        Args:
+            apart: Whether an id is its own collection's, as :meth:`corpus` gives them; otherwise also that of an equal
+                id elsewhere, plain ``hash_of(id)``.
+        """
+        keys, ids = self._known(self.query_keys[self._number(row)])
+        return keys, ids if apart else {hashed ^ mask for mask in (0, *_masks(self)) for hashed in ids}
 
     def known_keys(self, query: str) -> set[int]:
         """Keys of every positive that any row has for a query."""
@@ -366,6 +372,17 @@ def _apart(ids: np.ndarray, source: Source) -> np.ndarray:
     if not isinstance(source, JudgedSource):
         return ids
     return np.where(ids == 0, ids, ids ^ np.uint64(hash_of(source.path)))
+
+
+def _masks(data: TrainingData) -> list[int]:
+    """What :func:`_apart` has put on the ids of each collection, also below mined negatives."""
+    found = []
+    for source in data.sources:
+        if isinstance(source, mined.MinedSource):
+            found += _masks(source.data)
+        elif isinstance(source, JudgedSource):
+            found.append(hash_of(source.path))
+    return found
 
 
 class _Rows:
