@@ -181,10 +181,17 @@ class BlockEncoder:
                 reasons[place] = f"the model can't encode it ({_short(alone)})"
                 if not self.skip_bad:
                     raise ValueError(f"{self.side} {rows[place][0]!r}: {reasons[place]}.") from alone
-        if len(parts) in (0, len(places)):
+        if len(parts) == len(places):
             raise error  # nothing that one text did
-        width = len(next(iter(parts.values())))
+        width = len(next(iter(parts.values()))) if parts else self._width(error)
         return np.stack([parts.get(place, np.full(width, np.nan, np.float32)) for place in places])
+
+    def _width(self, error: Exception) -> int:
+        """Of the vectors, by a model that still takes a text; else raises ``error``."""
+        try:
+            return Encoder(self.encoder.model, 1).encode(["dimension"], self.side).shape[1]  # whose counts don't count
+        except Exception:
+            raise error from None
 
     def _counts(self) -> dict[str, int | None]:
         encoder = self.encoder

@@ -109,7 +109,8 @@ def fetch_nanobeir(say: Callable[[str], None]) -> None:
 
 
 def held_out(data: TrainingData, share: float, seed: int) -> tuple[TrainingData, Collection]:
-    """Take a share of the queries out of the training data, as a collection of their own passages and negatives.
+    """Take a share of the queries out of the training data, as a collection of all their positives and of the negatives
+    that their rows draw in epoch 0.
 
     A query goes with all its rows, whether it does is drawn from its text and ``seed``: with ``h`` uniform in [0, 1),
     where ``h < share``. A passage may also serve other queries, which stay in training.
@@ -132,9 +133,11 @@ def held_out(data: TrainingData, share: float, seed: int) -> tuple[TrainingData,
         if int.from_bytes(digest, "big") / 2**64 >= share:
             kept.append(number)
             continue
-        ids = [documents.setdefault(row[name], f"d{len(documents)}") for name in data.columns[1 : 2 + data.negatives]]
-        key = queries.setdefault(query, f"q{len(queries)}")
-        qrels.setdefault(key, {})[ids[0]] = 1
+        judged = qrels.setdefault(queries.setdefault(query, f"q{len(queries)}"), {})
+        for positive in data.example(number).positives:
+            judged[documents.setdefault(data.text_in(number, positive), f"d{len(documents)}")] = 1
+        for name in data.columns[2 : 2 + data.negatives]:
+            documents.setdefault(row[name], f"d{len(documents)}")
     if not kept or not qrels:
         raise ValueError(
             f"train: dev_share {share} of the queries holds out {len(data) - len(kept)} of {len(data)} pairs; "

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from st_aggretriever import build_aggretriever
 from st_aggretriever.cli import main
-from st_aggretriever.evaluation import beir_sets, download, suite
+from st_aggretriever.evaluation import beir_sets, download, evaluator, suite
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.evaluation.beir_sets import BEIR, LICENSED, NANO, PUBLIC, SMALL, SUBSETS, BeirSet, check_names
 from st_aggretriever.evaluation.download import fetch
@@ -234,9 +235,9 @@ def test_sets_are_evaluated_once_and_parts_count_as_their_mean(server: Server, t
     said: list[str] = []
     options: dict[str, Any] = {"data": tmp_path / "data", "say": said.append}
     summary = evaluate_sets(None, ["tiny", "forums", "robust04"], tmp_path / "out", **options)
-    # BM25: q1 finds d1 first; q2 finds nothing, all tie at 0 and d3 stands first, by its id. So does every part.
+    # BM25: q1 finds d1 first; q2 shares no word with any document and finds nothing. So does every part.
     assert summary["sets"]["forums"] == summary["sets"]["tiny"] == {
-        "nDCG@10": 1.0, "RR@10": 1.0, "R@100": 1.0, "R@1000": 1.0, "MAP": 1.0,
+        "nDCG@10": 0.5, "RR@10": 0.5, "R@100": 0.5, "R@1000": 0.5, "MAP": 0.5,
     }  # fmt: skip
     assert summary["means"] == {"2 sets": summary["sets"]["tiny"]}
     assert summary["left_out"] == ["robust04"]
@@ -244,7 +245,7 @@ def test_sets_are_evaluated_once_and_parts_count_as_their_mean(server: Server, t
     names = ["forums-moon.json", "forums-sea.json", "summary.json", "tiny.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
-    assert json.loads((tmp_path / "out" / "tiny.json").read_text())["counts"]["queries_all_tied"] == 1
+    assert json.loads((tmp_path / "out" / "tiny.json").read_text())["counts"]["queries_all_tied"] == 0
     # Interrupted before the last forum: only that one is evaluated again.
     (tmp_path / "out" / "forums-moon.json").unlink()
     before = (tmp_path / "out" / "tiny.json").stat().st_mtime_ns
@@ -283,11 +284,24 @@ def test_ms_marcos_passages_are_not_dropped_for_a_querys_number(
     options: dict[str, Any] = {"data": tmp_path / "data", "say": lambda _: None}
     dropped = evaluate_sets(None, ["tiny"], tmp_path / "one", **options)
     assert "query's is dropped before the cut" in " ".join(dropped["rules"])
-    assert suite.APART == ("msmarco",)
-    monkeypatch.setattr(suite, "APART", ("tiny",))
+    assert suite.NUMBERED_APART == ("msmarco", "nano-msmarco")
+    for module in (suite, evaluator):
+        monkeypatch.setattr(module, "NUMBERED_APART", ("tiny",))
     evaluate_sets(None, ["tiny"], tmp_path / "two", **options)
     kept = json.loads((tmp_path / "two" / "tiny.json").read_text())
     assert "query's is kept in the cut" in " ".join(kept["rules"])
+    seen = []
+    monkeypatch.setattr(evaluator, "evaluate_beir", lambda *_, **options: seen.append(options) or kept)
+    BeirEvaluator({"tiny": "", "other": ""})(torch.nn.Identity())
+    assert [options["drop_identical_ids"] for options in seen] == [False, True]
+
+
+def test_a_shallow_evaluation_of_sets_ends_with_what_it_measured(server: Server, tmp_path: Path) -> None:
+    said: list[str] = []
+    summary = evaluate_sets(None, ["tiny"], tmp_path / "out", data=tmp_path / "data", top_k=5, say=said.append)
+    assert "nDCG@10" not in summary["sets"]["tiny"]
+    assert any(line.startswith("tiny: ") for line in said)
+    assert list(format_sets(summary))
 
 
 def test_means_are_of_sets_that_belong_together() -> None:
@@ -326,15 +340,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_nanobeir_comes_from_the_hub_and_is_the_trainers_evaluator(
     hub: str, tmp_path: Path, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluator = nano_evaluator(["nano-scifact", "nano-nq"], data=tmp_path / "data", hub=hub)
+    judge = nano_evaluator(["nano-scifact", "nano-nq"], data=tmp_path / "data", hub=hub)
     model = build_aggretriever(tiny_bert, lexical_dim=8, cls_dim=4).to("cpu").train()
-    values = evaluator(model)
+    values = judge(model)
     assert model.training
     expected = evaluate_beir(model, tmp_path / "data" / "nano-nq")["figures"]
     assert values["nano-nq_nDCG@10"] == expected["nDCG@10"]
     assert values["NanoBEIR_R@100"] == (values["nano-nq_R@100"] + values["nano-scifact_R@100"]) / 2
-    assert evaluator.primary_metric == "NanoBEIR_nDCG@10"
-    assert evaluator.primary_metric in values
+    assert judge.primary_metric == "NanoBEIR_nDCG@10"
+    assert judge.primary_metric in values
     summary = evaluate_sets(None, ["nano-nq"], tmp_path / "out", data=tmp_path / "data", say=lambda _: None)
     assert summary["benchmark"] == "NanoBEIR"
     assert "never beside BEIR's own" in " ".join(summary["rules"])

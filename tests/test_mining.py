@@ -14,6 +14,7 @@ from st_aggretriever.encoding import model_hash
 from st_aggretriever.mining import MiningSettings, mine
 from st_aggretriever.readers.training import TrainingData, open_training_data
 from st_aggretriever.search.bm25 import search_bm25
+from st_aggretriever.search.retrieve import rankings_of
 
 WORDS = [f"w{number}" for number in range(12)]
 
@@ -243,9 +244,9 @@ def test_bm25_mines_its_own_ranking_without_positives(folder: Path, tmp_path: Pa
     for row in lines_of(tmp_path / "mined.jsonl")[1]:
         example, query = data.example(row["row"]), row["row"] // 2
         hits = search_bm25({"q": example.query}, corpus.items(), 60)
-        score = dict(zip(hits.ids[0].tolist(), hits.scores[0].tolist(), strict=True))
+        score = rankings_of(["q"], hits)["q"]
         own = {" ".join(corpus[f"d{2 * query + place}"].split()) for place in (0, 1)} | {example.query}
-        best = sorted((value for key, value in score.items() if " ".join(corpus[key].split()) not in own and value > 0))
+        best = sorted((value for key, value in score.items() if " ".join(corpus[key].split()) not in own))
         assert row["scores"] == pytest.approx(best[::-1][:8])
         assert [score[key] for key in row["negatives"]] == pytest.approx(row["scores"])
         assert row["positive_scores"] == pytest.approx([score.get(f"d{row['row']}", 0.0)])

@@ -106,6 +106,12 @@ def test_what_does_not_fit_is_refused(folders: list[VectorFolder], tmp_path: Pat
         build_on_disk(folders, "IVF4,Flat", tmp_path / "v")
 
 
+def test_no_hit_is_asked_for(folders: list[VectorFolder], tmp_path: Path) -> None:
+    path = build_on_disk(folders, "IVF4,Flat", tmp_path / "index")
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        OnDiskIndex(path, folders).search(QUERIES, 0)
+
+
 def test_what_cannot_be_trained_leaves_the_name_free(folders: list[VectorFolder], tmp_path: Path) -> None:
     for factory in ("IVF0,Flat", "IVF100000,Flat"):
         with pytest.raises(ValueError, match=factory):

@@ -1,6 +1,8 @@
 """Exact top-k over streamed blocks: order, ties, block sizes, backends, refusals."""
 
+import itertools
 import sys
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,11 +185,35 @@ def test_torch_selects_the_same_whatever_the_tile(monkeypatch: pytest.MonkeyPatc
     vectors, queries = floats(rng.integers(-2, 3, (90, 3))), floats(rng.integers(-2, 3, (6, 3)))
     ids = [str(number) for number in range(90)]
     expected = search(queries, split(ids, vectors, 90), 5, backend="torch")
-    for tile in (1, 4, 7, 50):
+    for tile, held in itertools.product((1, 4, 7, 50), (0, 1, 3)):
         monkeypatch.setattr("st_aggretriever.search.exact.TORCH_TILE", tile)
+        monkeypatch.setattr("st_aggretriever.search.exact.HELD", held)
         found = search(queries, split(ids, vectors, 30), 5, backend="torch")
         assert found.ids.tolist() == expected.ids.tolist()
         assert found.scores.tolist() == expected.scores.tolist()
+
+
+@pytest.mark.parametrize("case", ["a query that ties with every document", "more queries than scores at a time"])
+def test_torch_holds_a_few_times_the_result(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, queries = floats(np.random.default_rng(0).random((20_000, 4))), np.ones((200, 4), np.float32)
+    queries += np.arange(200)[:, None]
+    if "ties" in case:
+        queries[7] = 0
+    else:
+        monkeypatch.setattr("st_aggretriever.search.exact.TORCH_SCORES", 1000)
+    ids = [str(number) for number in range(20_000)]
+    for stream in (split(ids, documents, 20_000), split(ids, documents, 10_000)):
+        blocks = list(stream)
+        tracemalloc.start()
+        found = search(queries, blocks, 10, backend="torch")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        scores = queries.astype(np.float64) @ documents.T
+        assert found.scores == pytest.approx(-np.sort(-scores)[:, :10], rel=1e-5)
+        # All scores of the queries have 16 MB, with their places 48; a tile's have 6 and aren't numpy's.
+        assert peak < 8e6
+    if "ties" in case:
+        assert found.ids[7].tolist() == sorted(ids, reverse=True)[:10]
 
 
 def test_strided_vectors_are_read_as_they_stand() -> None:

@@ -13,6 +13,7 @@ import pytest
 from st_aggretriever import bulk
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
+from st_aggretriever.ray_engine import _Encoder
 from st_aggretriever.readers import corpus as corpus_module
 from st_aggretriever.readers.corpus import Corpus
 from st_aggretriever.search.retrieve import search_exactly
@@ -111,6 +112,12 @@ def test_every_form_gives_the_same_rows_in_blocks(
             assert corpus.read(number).rows == expected[number * block_size : (number + 1) * block_size], name
 
 
+def test_a_field_may_be_longer_than_csv_allows(tmp_path: Path) -> None:
+    path = tmp_path / "passages.tsv"
+    path.write_text(f"id\ttext\ttitle\n1\t{'a' * 150_000}\tb\n")
+    assert read_all(Corpus(path), 4) == [("1", "b " + "a" * 150_000)]
+
+
 def test_patterns_and_several_places_are_read_by_name(tmp_path: Path) -> None:
     for name, part in (("2", ROWS[5:9]), ("1", ROWS[:5]), ("3", ROWS[9:])):
         write_jsonl(tmp_path / f"part-{name}.jsonl", part)
@@ -126,6 +133,7 @@ def test_patterns_and_several_places_are_read_by_name(tmp_path: Path) -> None:
         ('{"_id": "1", "text": "a"}\n{"_id": "1", "text": "b"}\n', "id '1' occurs a second time"),
         ("1\ta\n2 b\n", "line 2: expected id<tab>text, got '2 b'"),
         ("id\ttext\ttitle\n1\ta\n", "line 2: expected id<tab>text<tab>title"),
+        ("id\ttext\ttitle\n1\ta\rb\tc\n", "line 2: expected tab-separated columns"),
         ("no form\n", "expected jsonl, tab-separated lines or Parquet"),
         ("", "holds no text"),
     ],
@@ -286,6 +294,15 @@ def test_a_poisoned_row_is_named_and_fatal_or_left_out(
     assert verify(folder) == []
 
 
+def test_texts_can_be_left_out_that_come_to_the_model_without_another(tmp_path: Path) -> None:
+    """By length, so the short ones are the last 64 of a block, or fewer."""
+    rows = [(f"d{number}", "aa") for number in range(64)] + [("x", "b"), ("y", "b")]
+    options: dict[str, Any] = {"batch_size": 2, "skip_bad": True}
+    folder = encode_to_disk(Letters(poison="b"), Source("texts", lambda: iter(rows)), tmp_path / "v", **options)
+    assert folder.load()[0] == [f"d{number}" for number in range(64)]
+    assert folder.manifest["skipped"] == 2
+
+
 def test_bad_lines_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_jsonl(tmp_path / "c.jsonl")
     lines = path.read_text().splitlines()
@@ -415,6 +432,22 @@ def test_damage_is_found_refused_and_mended(tmp_path: Path, kind: str) -> None:
     model = Letters()
     encode_to_disk(model, source, tmp_path / "v", block_size=4)
     assert sum(map(len, model.batches[1:])) == 4  # the one block alone
+    assert files(tmp_path / "v") == files(tmp_path / "whole")
+
+
+def test_a_block_that_was_found_damaged_is_there_for_no_other_process_either(tmp_path: Path) -> None:
+    """Actors take what has a record as done by one that has died since."""
+    path = write_jsonl(tmp_path / "c.jsonl")
+    corpus = Corpus(path)
+    encode_to_disk(Letters(), corpus, tmp_path / "whole", block_size=4)
+    started = encode_to_disk(Letters(), corpus, tmp_path / "v", block_size=4).folder.rename(tmp_path / "v.partial")
+    os.truncate(started / "block-00001.npy", 150)
+    todo = bulk.plan(bulk.BlockEncoder(Letters(), "document"), corpus, block_size=4)
+    with VectorWriter(tmp_path / "v", todo.manifest) as writer:
+        assert [writer.has(number) for number in range(3)] == [True, False, True]
+        actor = _Encoder(lambda device: Letters(), corpus, writer.partial, "npy", {"side": "document"}, False)
+        assert actor({"local": [1], "number": [1]})["error"] == [""]
+        writer.finish(6)
     assert files(tmp_path / "v") == files(tmp_path / "whole")
 
 

@@ -190,6 +190,24 @@ def test_a_query_is_held_out_with_all_its_rows(tmp_path: Path) -> None:
             assert row["negatives"][0] in texts.values()
 
 
+def test_all_positives_of_a_held_out_row_are_judged(tmp_path: Path) -> None:
+    rows = [
+        {
+            "query": f"q {n}",
+            "positive_passages": [{"docid": f"p{n}-{p}", "title": "", "text": f"positive {n} {p}"} for p in range(3)],
+            "negative_passages": [{"docid": f"n{n}-{p}", "title": "", "text": f"negative {n} {p}"} for p in range(4)],
+        }
+        for n in range(20)
+    ]
+    data = open_training_data([write_rows(tmp_path / "rows.jsonl", rows)], negatives=2)
+    collection = held_out(data, 0.5, seed=0)[1]
+    texts = dict(collection.corpus())
+    assert len(texts) == len(collection.queries) * 5
+    for key, query in collection.queries.items():
+        number = query.removeprefix("q ")
+        assert {texts[document] for document in collection.qrels[key]} == {f"positive {number} {p}" for p in range(3)}
+
+
 def test_held_out_pairs_are_not_trained_on(settings: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings |= {"pairs": [write_rows(tmp_path / "pairs.jsonl", make_rows(40))], "batch_size": 4, "epochs": 1}
     data = open_training_data(settings["pairs"])

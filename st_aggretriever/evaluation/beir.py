@@ -25,6 +25,7 @@ from st_aggretriever.evaluation.runs import check_run_id, run_lines
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum, find_text
 from st_aggretriever.search.exact import Hits, pick_backend, search
+from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -401,10 +402,10 @@ def _rankings(queries: list[str], hits: Hits, top_k: int, drop: bool) -> tuple[d
     """Each query's ranking, best first, cut at ``top_k``, and the ids that were dropped as the query's own."""
     rankings = {}
     dropped = []
-    for query, ids, scores in zip(queries, hits.ids.tolist(), hits.scores.tolist(), strict=True):
-        if drop and query in ids:
+    for query, found in rankings_of(queries, hits).items():
+        if drop and query in found:
             dropped.append(query)
-        rankings[query] = rank(dict(zip(ids, scores, strict=True)), top_k, without=query if drop else None)
+        rankings[query] = rank(found, top_k, without=query if drop else None)
     return rankings, dropped
 
 

@@ -97,6 +97,8 @@ NANO: dict[str, NanoSet] = {
     )
 }
 NANO_LICENCE = "cc-by-4.0"
+NUMBERED_APART = ("msmarco", "nano-msmarco")  # an id that a query and a document share says nothing
+
 SUBSETS: dict[str, tuple[str, ...]] = {
     "small": SMALL,
     "nano": tuple(NANO),

@@ -9,7 +9,7 @@ from typing import Any
 from sentence_transformers.base.evaluation import BaseEvaluator
 
 from st_aggretriever.evaluation.beir import evaluate_beir
-from st_aggretriever.evaluation.beir_sets import NANO
+from st_aggretriever.evaluation.beir_sets import NANO, NUMBERED_APART
 from st_aggretriever.evaluation.download import fetch
 
 METRICS = ("nDCG@10", "R@100")
@@ -22,7 +22,8 @@ class BeirEvaluator(BaseEvaluator):
     ``primary_metric`` (for the trainer ``eval_LABEL_nDCG@10``).
 
     Args:
-        folders: Name -> folder in BEIR's layout.
+        folders: Name -> folder in BEIR's layout; from all but MS MARCO's, by its name, a document with the query's id
+            is dropped.
         split: Which qrels.
         label: Of the mean.
         batch_size: Texts a batch.
@@ -56,6 +57,7 @@ class BeirEvaluator(BaseEvaluator):
         for name, folder in self.folders.items():
             output = Path(output_path) / f"{name}-{max(steps, 0)}.json" if output_path else None
             options: dict[str, Any] = {"split": self.split, "batch_size": self.batch_size, "output": output}
+            options["drop_identical_ids"] = name not in NUMBERED_APART
             was_training = model.training
             try:
                 rows[name] = evaluate_beir(model, folder, top_k=100, overwrite=True, **options)["figures"]

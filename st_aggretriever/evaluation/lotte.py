@@ -15,6 +15,7 @@ from st_aggretriever.evaluation.metrics import rank
 from st_aggretriever.evaluation.runs import run_lines
 from st_aggretriever.readers.msmarco import read_tsv
 from st_aggretriever.readers.text import checksum, find_text, id_of, read_jsonl
+from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.versions import versions
 
 KINDS = ("search", "forum")
@@ -73,10 +74,7 @@ def evaluate_lotte(
     else:
         options: dict[str, Any] = {"batch_size": batch_size, "block_size": block_size, "backend": backend}
         hits, how = find_hits(model, questions, (read_tsv(collection), total), top_k, model_name=model_name, **options)
-    rankings = {
-        query: rank(dict(zip(ids, scores, strict=True)), top_k)
-        for query, ids, scores in zip(questions, hits.ids.tolist(), hits.scores.tolist(), strict=True)
-    }
+    rankings = {query: rank(found, top_k) for query, found in rankings_of(list(questions), hits).items()}
     truncated = how.get("truncated", {})
     files = [collection, *(find_text(data, name) for kind in kinds for name in _files(kind))]
     result = {

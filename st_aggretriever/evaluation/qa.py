@@ -18,6 +18,7 @@ from st_aggretriever.evaluation.metrics import rank
 from st_aggretriever.evaluation.runs import run_lines
 from st_aggretriever.readers.dpr import Question, read_passages, read_questions
 from st_aggretriever.readers.text import checksum
+from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.versions import versions
 
 CUTS = (5, 20, 100)
@@ -76,10 +77,7 @@ def evaluate_qa(
     else:
         options: dict[str, Any] = {"batch_size": batch_size, "block_size": block_size, "backend": backend}
         hits, how = find_hits(model, texts, (_documents(passages), total), top_k, model_name=model_name, **options)
-    rankings = {
-        query: rank(dict(zip(ids, scores, strict=True)), top_k)
-        for query, ids, scores in zip(texts, hits.ids.tolist(), hits.scores.tolist(), strict=True)
-    }
+    rankings = {query: rank(found, top_k) for query, found in rankings_of(list(texts), hits).items()}
     places = first_answers(rankings, matchers, passages)
     truncated = how.get("truncated", {})
     result = {

@@ -12,14 +12,22 @@ from typing import Any
 from st_aggretriever.atomic import replacing
 from st_aggretriever.encoding import length_limit, model_hash
 from st_aggretriever.evaluation.beir import data_checksums, evaluate_beir
-from st_aggretriever.evaluation.beir_sets import LICENSED, NANO, PUBLIC, SMALL, check_names, folders_of, split_of
+from st_aggretriever.evaluation.beir_sets import (
+    LICENSED,
+    NANO,
+    NUMBERED_APART,
+    PUBLIC,
+    SMALL,
+    check_names,
+    folders_of,
+    split_of,
+)
 from st_aggretriever.evaluation.bm25 import evaluate_bm25
 from st_aggretriever.evaluation.download import fetch
 from st_aggretriever.evaluation.metrics import mean_figures
 from st_aggretriever.versions import versions
 
 SUMMARY = "summary.json"
-APART = ("msmarco",)  # queries and documents are numbered apart: an equal id says nothing
 
 
 def evaluate_sets(
@@ -95,7 +103,7 @@ def evaluate_sets(
             else:
                 options: dict[str, Any] = {"split": split_of(name), "top_k": top_k, "output": target, "overwrite": True}
                 options["run"] = Path(runs) / f"{_flat(part)}.trec" if runs else None
-                options["drop_identical_ids"] = name not in APART
+                options["drop_identical_ids"] = name not in NUMBERED_APART
                 if model is None:
                     evaluate_bm25(path, **options)
                 else:
@@ -103,10 +111,11 @@ def evaluate_sets(
                     evaluate_beir(model, path, model_name=model_name, **options)
             result = json.loads(target.read_text(encoding="utf-8"))
             rows[part] = result["figures"]
-            rules = rules if rules or name in APART else result["rules"]
+            rules = rules if rules or name in NUMBERED_APART else result["rules"]
             _say_counts(path, result["counts"], folders_of(name)[part], say)
         figures[name] = mean_figures(rows)
-        say(f"{name}: nDCG@10 {figures[name]['nDCG@10']:.4f}")
+        metric = "nDCG@10" if "nDCG@10" in figures[name] else next(iter(figures[name]))
+        say(f"{name}: {metric} {figures[name][metric]:.4f}")
     summary = {
         "benchmark": "NanoBEIR" if wanted[0] in NANO else "BEIR",
         "model": model_name,
@@ -167,10 +176,12 @@ def _rules(figures: Mapping[str, Any]) -> list[str]:
     if "cqadupstack" in figures:
         rules.append("cqadupstack is the mean of its twelve forums, each searched by itself")
     if "msmarco" in figures:
-        rules.append(
-            "msmarco (dev) is in no mean, as most retrievers are trained on it; its queries and documents are numbered"
-            " apart, so none is dropped for its id"
-        )
+        rules.append("msmarco (dev) is in no mean, as most retrievers are trained on it")
+    rules += [
+        f"{name}: its queries and documents are numbered apart, so none is dropped for its id"
+        for name in figures
+        if name in NUMBERED_APART
+    ]
     return rules
 
 

@@ -141,10 +141,10 @@ def explain_lost(
     ours = read_run(run)
     if str(against) == "bm25":
         from st_aggretriever.search.bm25 import search_bm25
+        from st_aggretriever.search.retrieve import rankings_of
 
         hits = search_bm25(collection.queries, collection.corpus(), 1000)
-        rows = zip(collection.queries, hits.ids.tolist(), hits.scores.tolist(), strict=True)
-        other = {query: dict(zip(ids, scores, strict=True)) for query, ids, scores in rows}
+        other = rankings_of(list(collection.queries), hits)
     else:
         other = read_run(against)
     options: dict[str, Any] = {"drop_identical_ids": drop_identical_ids}

@@ -7,7 +7,6 @@ Parquet with jsonl's columns.
 
 from __future__ import annotations
 
-import csv
 import glob
 import hashlib
 import logging
@@ -32,6 +31,7 @@ from st_aggretriever.readers.text import (
     join_title,
     json_object,
     open_plain,
+    split_columns,
     text_of,
 )
 
@@ -297,7 +297,7 @@ def _of_columns(line: str, *, with_title: bool) -> tuple[str, str]:
     key, tab, text = line.partition("\t")
     fields = {"id": key, "text": text}
     if with_title:
-        columns = next(csv.reader([line], delimiter="\t"), [])
+        columns = split_columns(line)
         tab = tab if len(columns) == 3 else ""
         fields = dict(zip(("id", "text", "title"), columns, strict=False))
     if not tab or len(fields["id"].split()) != 1 or fields["id"] != fields["id"].strip():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any, NamedTuple
 
 from st_aggretriever.readers.rows import Example
 from st_aggretriever.readers.rows import Passage as TrainingPassage
-from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, text_of
+from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, split_columns, text_of
 
 PASSAGES_HEADER = ["id", "text", "title"]
-_LONGEST = 2**31 - 1  # characters of a field; csv's own limit is 131,072, and whole pages are longer
 
 
 class Passage(NamedTuple):
@@ -101,13 +99,10 @@ def _question(record: Any) -> Question:
 
 
 def _columns(where: str, line: str) -> list[str]:
-    csv.field_size_limit(_LONGEST)
     try:
-        return next(csv.reader([line], delimiter="\t"))
-    except csv.Error as error:
-        raise ValueError(
-            f"{where}: expected tab-separated columns on one line, got {line[:200]!r} ({str(error).split(' - ')[0]})."
-        ) from None
+        return split_columns(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _from_columns(where: str, line: str) -> Question:

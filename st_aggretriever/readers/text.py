@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import hashlib
 import importlib.util
@@ -20,6 +21,7 @@ T = TypeVar("T")
 BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading damaged gzip or zstd data raises
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_LONGEST_FIELD = 2**31 - 1  # characters; csv's own limit is 131,072, and whole pages are longer
 # trec_eval holds ids as C strings in UTF-8: a NUL cuts them short, a lone surrogate has no UTF-8 form.
 _NOT_IN_IDS = re.compile("[\0\ud800-\udfff]")
 
@@ -145,6 +147,24 @@ def score_of(record: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"expected a finite number in {key!r}, got {value!r}.")
     return float(value)
+
+
+def split_columns(line: str) -> list[str]:
+    """The tab-separated columns of a line, as csv quotes them; of any length.
+
+    Raises:
+        ValueError: A quote that the line doesn't end.
+
+    >>> split_columns('1\\t"a ""quoted"" text"')
+    ['1', 'a "quoted" text']
+    """
+    csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        return next(csv.reader([line], delimiter="\t"), [])
+    except csv.Error as error:
+        raise ValueError(
+            f"expected tab-separated columns on one line, got {line[:200]!r} ({str(error).split(' - ')[0]})."
+        ) from None
 
 
 def join_title(title: str, text: str) -> str:

@@ -150,7 +150,7 @@ def search_approximately(
 
     Args:
         built: See :func:`build_index` and :func:`load_index`.
-        parameters: Of the search, for instance ``"nprobe=32"``.
+        parameters: Of the search, for instance ``"nprobe=32"``; they stay with ``built`` until others are given.
 
     Returns:
         Hits, where a query that has fewer than ``top_k`` is filled up with id None and score -inf; and a report:

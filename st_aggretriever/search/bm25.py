@@ -61,10 +61,11 @@ def search_bm25(queries: Mapping[str, str], corpus: Iterable[tuple[str, str]], t
     Args:
         queries: Q texts by id.
         corpus: (id, text) of each document; kept in memory as an inverted index.
-        top_k: How many to return; fewer where the corpus has fewer. Documents that share no word score 0.
+        top_k: How many to return; fewer where the corpus has fewer.
 
     Returns:
-        Scores and ids, (Q, min(top_k, N)), best first, equal scores by id, descending.
+        Scores and ids, (Q, min(top_k, N)), best first, equal scores by id, descending. As in Lucene a document that
+        shares no word with the query is no hit: id None and score -inf fill up.
 
     Raises:
         ImportError: bm25s or PyStemmer is missing.
@@ -76,7 +77,8 @@ def search_bm25(queries: Mapping[str, str], corpus: Iterable[tuple[str, str]], t
     for row, every in enumerate(index.scores(list(queries.values()))):
         one = best_of(every, index.ids, k)
         scores[row], found[row] = one.scores[0], one.ids[0]
-    return Hits(scores, found)
+    found[scores <= 0] = None
+    return Hits(np.where(scores > 0, scores, -np.inf).astype(np.float32), found)
 
 
 def best_of(every: np.ndarray, ids: np.ndarray, k: int) -> Hits:

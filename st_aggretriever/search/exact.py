@@ -32,6 +32,7 @@ _SETTINGS_LOCK = threading.Lock()  # they are the whole process's
 FAISS_GPU_MAX_K = 2048  # the longest list that Faiss's GPU selection kernels return
 TORCH_SCORES = 2**25  # scores that the torch backend holds at a time: 128 MiB
 TORCH_TILE = 16384  # documents a product on the CPU: smaller ones are slower
+HELD = 3  # times the result: hits that the torch backend keeps before it cuts them to the result's size
 
 
 class Hits(NamedTuple):
@@ -320,18 +321,19 @@ def _torch_knn(queries: np.ndarray, block: np.ndarray, k: int, device: str) -> t
 
 
 def _torch_above(queries: np.ndarray, block: np.ndarray, ids: np.ndarray, best: Hits, top_k: int) -> Hits:
-    """Every document of a block that could enter the top-k: those that reach the running k-th score, ties included.
+    """The documents of a block that could enter the top-k: those that reach the running k-th score, k a query at most.
 
     One comparison a score selects them, a tenth of the product's time; a top-k of each block takes several times that.
 
     Returns:
-        (Q, w) each, best first. At least min(top_k, n) of a row are documents; what fills it up scores -inf.
+        (Q, w) each, w at most top_k, best first; what fills a row up scores -inf.
     """
     import torch
 
-    tile = max(1, min(TORCH_TILE, TORCH_SCORES // len(queries)))
+    # From top_k scores a query on, which the result has too, the first tile gives a floor to the others.
+    tile = max(top_k, min(TORCH_TILE, TORCH_SCORES // len(queries)))
     floor = torch.from_numpy(best.scores[:, -1].copy())[:, None] if best.scores.shape[1] == top_k else None
-    rows, positions, scores = [], [], []
+    parts: list[_Held] = []
     with torch.inference_mode(), full_precision():
         vectors, documents = torch.from_numpy(queries), torch.from_numpy(block)
         for start in range(0, len(block), tile):
@@ -340,24 +342,48 @@ def _torch_above(queries: np.ndarray, block: np.ndarray, ids: np.ndarray, best: 
                 floor = product.topk(top_k, sorted=False).values.amin(dim=1, keepdim=True)
             # "Not below": a NaN, an overflow, shall not vanish.
             found = np.flatnonzero(np.ones(product.shape, bool) if floor is None else ~(product < floor).numpy())
-            rows.append(found // product.shape[1])
-            positions.append(found % product.shape[1] + start)
-            scores.append(product.numpy().ravel()[found])
-    return _rows_of(len(queries), np.concatenate(rows), np.concatenate(positions), np.concatenate(scores), ids)
-
-
-def _rows_of(queries: int, row: np.ndarray, position: np.ndarray, score: np.ndarray, ids: np.ndarray) -> Hits:
-    """Hits given one by one, each with its row, as an array, best first, filled up with -inf."""
-    _finite((score, position))
-    order = np.argsort(row, kind="stable")
-    row = row[order]
-    count = np.bincount(row, minlength=queries)
-    column = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    scores = np.full((queries, int(count.max())), -np.inf, np.float32)
+            rows, columns = np.divmod(found, product.shape[1])
+            new = _Held(rows.astype(np.int32), (columns + start).astype(np.int32), product.numpy().ravel()[found])
+            _finite((new.scores, new.positions))
+            parts.append(new)
+            if sum(len(part.rows) for part in parts) > HELD * len(queries) * top_k:  # long ties, or many small tiles
+                parts = [_cut(parts, ids, top_k)]
+                count = np.bincount(parts[0].rows, minlength=len(queries))
+                full = np.flatnonzero(count == top_k)
+                if floor is not None:
+                    floor[full, 0] = torch.from_numpy(parts[0].scores[np.cumsum(count)[full] - 1])
+    held = _cut(parts, ids, top_k)
+    count = np.bincount(held.rows, minlength=len(queries))
+    column = np.arange(len(held.rows)) - np.repeat(np.cumsum(count) - count, count)
+    scores = np.full((len(queries), int(count.max())), -np.inf, np.float32)
     positions = np.zeros(scores.shape, np.intp)
-    scores[row, column], positions[row, column] = score[order], position[order]
-    best_first = np.argsort(-scores, axis=1, kind="stable")
-    return Hits(np.take_along_axis(scores, best_first, axis=1), ids[np.take_along_axis(positions, best_first, axis=1)])
+    scores[held.rows, column], positions[held.rows, column] = held.scores, held.positions
+    return Hits(scores, ids[positions])
+
+
+class _Held(NamedTuple):
+    """Hits one by one."""
+
+    rows: np.ndarray  # (m,) int32, the query of each
+    positions: np.ndarray  # (m,) int32, the document's in its block
+    scores: np.ndarray  # (m,) float32
+
+
+def _cut(parts: Sequence[_Held], ids: np.ndarray, top_k: int) -> _Held:
+    """The ``top_k`` best of each query, queries in order, the best first; of ties at the cut the highest ids."""
+    held = _Held(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+    by_row = np.argsort(held.rows, kind="stable")
+    kept = [by_row[:0]]
+    for hits in np.split(by_row, np.cumsum(np.bincount(held.rows))[:-1]):
+        best = hits[np.argsort(-held.scores[hits])]
+        if len(best) > top_k:
+            negative = -held.scores[best]
+            first, last = (int(np.searchsorted(negative, negative[top_k - 1], side)) for side in ("left", "right"))
+            tied = sorted(best[first:last].tolist(), key=lambda hit: ids[held.positions[hit]], reverse=True)
+            best[first:top_k] = tied[: top_k - first]
+        kept.append(best[:top_k])
+    order = np.concatenate(kept)
+    return _Held(*(values[order] for values in held))
 
 
 @contextmanager

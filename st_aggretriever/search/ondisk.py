@@ -153,8 +153,13 @@ class OnDiskIndex:
         """The ``top_k`` best that the index finds; where it finds fewer, id None and score -inf fill up.
 
         Args:
-            parameters: Of the search, for instance ``"nprobe=64"``.
+            parameters: Of the search, for instance ``"nprobe=64"``; they stay until others are given.
+
+        Raises:
+            ValueError: top_k below 1, vectors that don't fit, parameters that Faiss doesn't know, a damaged file.
         """
+        if top_k < 1:
+            raise ValueError(f"search: top_k must be at least 1, got {top_k}.")
         queries = check_vectors(range(len(query_vectors)), query_vectors, "query", dim=self.manifest["dimension"])
         set_parameters(self.manifest["factory"], self.index, parameters)
         scores, positions = self.index.search(queries, min(top_k, self.index.ntotal))

@@ -131,7 +131,7 @@ class VectorWriter:
             file.write(json.dumps(manifest, indent=2) + "\n")
 
     def has(self, number: int) -> bool:
-        """Whether block ``number`` is complete; one whose files are damaged or gone is said, and isn't.
+        """Whether block ``number`` is complete; one whose files are damaged or gone is said, and is there no more.
 
         Raises:
             OSError: It is there and can't be read.
@@ -142,6 +142,7 @@ class VectorWriter:
             read_block(self.partial, number, Layout.of(self.manifest))
         except (ValueError, FileNotFoundError) as error:
             logger.warning("%s. It is made again.", str(error).removesuffix(" Encode again.").rstrip("."))
+            record_path(self.partial, number).unlink(missing_ok=True)  # which says to other processes that it is there
             return False
         return True
 
