@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +39,30 @@ def partial_of(folder: str | Path) -> Path:
     """Where a folder lies until it is complete."""
     folder = Path(folder)
     return folder.with_name(f"{folder.name}.partial")
+
+
+def claim_partial(partial: Path, form: str) -> None:
+    """Make the folder in which something of a form is written, or take one that was begun.
+
+    Args:
+        form: What the ``format`` of its manifest.json says, which is the first thing that is written.
+
+    Raises:
+        FileExistsError: It is somebody else's.
+    """
+    manifest = partial / "manifest.json"
+    try:
+        partial.mkdir(exist_ok=True)
+        begun = json.loads(manifest.read_text(encoding="utf-8"))
+        ours = not isinstance(begun, dict) or begun.get("format") == form
+    except FileNotFoundError:
+        ours = all(re.fullmatch(r"\.lock|\.manifest\.json\.\d+\.tmp", path.name) for path in partial.iterdir())
+    except FileExistsError:
+        ours = False  # a file
+    except (ValueError, RecursionError):
+        ours = True  # damaged, which who reads it says
+    if not ours:
+        raise FileExistsError(f"{partial} is in the way: it holds something else. Move it, or name another output.")
 
 
 def check_output(output: str | Path) -> None:

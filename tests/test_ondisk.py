@@ -100,7 +100,8 @@ def test_what_does_not_fit_is_refused(folders: list[VectorFolder], tmp_path: Pat
     with pytest.raises(FileNotFoundError, match="is no index on disk"):
         OnDiskIndex(tmp_path, folders)
     (tmp_path / "v.partial").mkdir()
-    (tmp_path / "v.partial" / "manifest.json").write_text(json.dumps({"factory": "IVF4,PQ4x4"}))
+    begun = {"format": ondisk.FORMAT, "factory": "IVF4,PQ4x4"}
+    (tmp_path / "v.partial" / "manifest.json").write_text(json.dumps(begun))
     (tmp_path / "v.partial" / "trained.faiss").touch()
     with pytest.raises(ValueError, match=r"begun with .*factory IVF4,PQ4x4.*; now it is .*factory IVF4,Flat"):
         build_on_disk(folders, "IVF4,Flat", tmp_path / "v")

@@ -16,6 +16,7 @@ from st_aggretriever.cli import main
 from st_aggretriever.ray_engine import _Encoder
 from st_aggretriever.readers import corpus as corpus_module
 from st_aggretriever.readers.corpus import Corpus
+from st_aggretriever.search.ondisk import build_on_disk
 from st_aggretriever.search.retrieve import search_exactly
 from st_aggretriever.search.shards import ShardSearch
 from st_aggretriever.vectors import blocks
@@ -469,6 +470,25 @@ def test_a_finished_block_that_is_damaged_is_made_again_on_the_way(
     if (ending, left) != ("json", None):
         assert "block-00001" in caplog.text
         assert "It is made again." in caplog.text
+
+
+@pytest.mark.parametrize("held", ["thesis.txt", "manifest.json", "checkpoint-500/weights", ""])
+@pytest.mark.parametrize("what", ["vectors", "index"])
+def test_a_folder_of_somebody_else_is_not_taken_over(tmp_path: Path, what: str, held: str) -> None:
+    partial = tmp_path / "out.partial"
+    if held:
+        (partial / held).parent.mkdir(parents=True)
+        (partial / held).write_text('{"format": "another"}')
+        (partial / ".draft.tmp").write_text("mine")
+    else:
+        partial.write_text("a file")
+    source = Source("texts", lambda: iter(ROWS))
+    folder = encode_to_disk(Letters(), source, tmp_path / "v", block_size=4)
+    before = {path: path.is_file() and path.read_bytes() for path in [partial, *partial.rglob("*")]}
+    arguments: tuple[Any, ...] = (Letters(), source) if what == "vectors" else ([folder], "IVF1,Flat")
+    with pytest.raises(FileExistsError, match=r"out\.partial is in the way"):
+        (encode_to_disk if what == "vectors" else build_on_disk)(*arguments, tmp_path / "out")
+    assert {path: path.is_file() and path.read_bytes() for path in [partial, *partial.rglob("*")]} == before
 
 
 def test_mending_leaves_alone_what_cannot_be_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from st_aggretriever.atomic import check_output, lock_folder, partial_of, replacing
+from st_aggretriever.atomic import check_output, claim_partial, lock_folder, partial_of, replacing
 from st_aggretriever.readers.text import checksum
 from st_aggretriever.search.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
 from st_aggretriever.search.exact import Hits, check_vectors
@@ -81,7 +81,7 @@ def build_on_disk(
     for folder in folders:
         folder.check_files()
     partial = partial_of(output)
-    partial.mkdir(exist_ok=True)
+    claim_partial(partial, FORMAT)
     with lock_folder(partial), said_if_full(partial):
         _begin(partial, manifest)
         if not (partial / "index.faiss").exists():

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from st_aggretriever.atomic import check_output, lock_folder, partial_of, replacing
+from st_aggretriever.atomic import check_output, claim_partial, lock_folder, partial_of, replacing
 from st_aggretriever.folding import LexicalPart, fold_part
 from st_aggretriever.vectors.blocks import (
     Layout,
@@ -87,7 +87,7 @@ class VectorWriter:
         self.partial = partial_of(self.folder)
         self.manifest = _whole(manifest, dtype, files)
         self.dtype, self.files = dtype, files
-        self.partial.mkdir(exist_ok=True)
+        claim_partial(self.partial, FORMAT)
         self._lock: IO[Any] | None = lock_folder(self.partial)
         try:
             self._start()
