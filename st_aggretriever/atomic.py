@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,11 @@ def replacing(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
-        with temporary.open(mode, **text) as file:
+        try:
+            opened = temporary.open(mode, **text)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None  # by the name that somebody gave
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # or a power failure could leave the new name with no content
@@ -74,8 +79,22 @@ def check_output(output: str | Path) -> None:
     output = Path(output)
     if output.exists():
         raise FileExistsError(f"{output} exists. Name another output.")
-    if not output.absolute().parent.is_dir():
+    check_parent(output)
+
+
+def check_parent(output: Path) -> None:
+    """Refuse an output whose folder doesn't exist, or takes no new file: before the work, not after it.
+
+    Raises:
+        FileNotFoundError, PermissionError or another OSError.
+    """
+    folder = output.absolute().parent
+    if not folder.is_dir():
         raise FileNotFoundError(f"the folder of {output} does not exist. Make it first.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise type(error)(f"{output} can't be written ({error.strerror}). Name another output.") from None
 
 
 def lock_folder(folder: Path) -> IO[Any]:

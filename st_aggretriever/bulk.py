@@ -436,8 +436,19 @@ def encode_to_disk(
                 writer.write(local, made.ids, made.vectors, **made.counts)
                 progress.add(number, made.counts, made.left_out)
         progress.close()
-        writer.finish(len(todo.blocks))
+        finish(writer, todo)
     return VectorFolder(folder)
+
+
+def finish(writer: VectorWriter, todo: Plan) -> None:
+    """Complete the folder.
+
+    Raises:
+        ValueError: All texts were left out: a wrong file or model. One shard of many may be empty.
+    """
+    if "shard" not in todo.manifest and not any(writer.ids(local) for local in range(len(todo.blocks))):
+        raise ValueError(f"encode_to_disk: every one of the {todo.texts:,} texts was left out, so nothing is written.")
+    writer.finish(len(todo.blocks))
 
 
 def _since(before: int | None, after: int | None) -> int | None:

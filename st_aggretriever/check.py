@@ -58,6 +58,8 @@ def read_reference(path: str | Path) -> Reference:
     """
     path = Path(path)
     file = path / CHECK_FILE if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"check: there is no {path}; expected a model's folder or its {CHECK_FILE}.")
     if not file.is_file():
         raise FileNotFoundError(
             f"check: {path} has no {CHECK_FILE}. Load the model with load_aggretriever and save it again, which writes "

@@ -41,10 +41,12 @@ class Encoder:
             None where that couldn't be watched.
 
     Raises:
-        ValueError: The model's similarity is neither dot nor cosine.
+        ValueError: The model's similarity is neither dot nor cosine, or a batch size below 1.
     """
 
     def __init__(self, model: Any, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"Encoder: batch_size must be at least 1, got {batch_size}.")
         similarity = getattr(model, "similarity_fn_name", None) or "dot"
         similarity = str(getattr(similarity, "value", similarity))
         if similarity not in ("dot", "cosine"):

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 ATTEMPTS = 3
 # What training leaves in a folder and nobody needs in order to use the model, and what isn't the model's at all.
 LEFT_OUT = (".*", "__pycache__", "*.tmp", "*.partial", "checkpoint-*", "optimizer.*", "scheduler.pt", "scaler.pt",
-            "rng_state*", "training_args.bin", "README.md")  # fmt: skip
+            "rng_state*", "training_args.bin", "events.out.tfevents.*", "README.md")  # fmt: skip
 TEXTS = (".json", ".md", ".py", ".txt", ".jsonl", ".csv", ".yaml", ".yml")
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
@@ -94,6 +94,9 @@ def plan_push(folder: str | Path, repo_id: str, statement: Statement) -> Plan:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"push: there is no folder {str(folder)!r}.")
+    for path in statement.results:
+        if not Path(path).exists():
+            raise FileNotFoundError(f"push: there are no results at {str(path)!r}.")
     _check_repo_id(repo_id)
     report = inspect_model(folder)
     licence = _licence(folder, report, statement)

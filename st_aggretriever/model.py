@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +100,11 @@ def build_aggretriever(
     transformer_kwargs = _inside_sentence_transformer(path, activation if has_head else None, transformer_kwargs)
     _refuse_published(path, transformer_kwargs)
     options = {"query_length": query_length, "document_length": document_length, **transformer_kwargs}
-    if mlm_head_from is None:
-        encoder = MLMEncoder(path, head=has_head, **options)
-    else:
-        encoder = _grafted(path, str(mlm_head_from), options)
+    with _naming(path, mlm_head_from):
+        if mlm_head_from is None:
+            encoder = MLMEncoder(path, head=has_head, **options)
+        else:
+            encoder = _grafted(path, str(mlm_head_from), options)
     if encoder.prefix_length != 1:
         raise ValueError(
             f"build_aggretriever: the tokenizer of {path!r} must put one special token ([CLS]) "
@@ -223,6 +226,22 @@ def _refuse_published(path: str, transformer_kwargs: dict[str, Any]) -> None:
         )
 
 
+@contextmanager
+def _naming(*names: str | Path | None) -> Iterator[None]:
+    """Name what can't be had from the Hub, which transformers' sentence on the connection doesn't."""
+    try:
+        yield
+    except OSError as error:
+        away = [repr(str(name)) for name in names if name is not None and not Path(name).exists()]
+        if not away or isinstance(error, FileNotFoundError):
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise OSError(
+            f"build_aggretriever: there is no folder {' or '.join(away)}, and no such model on the Hub in reach"
+            f" ({reason})."
+        ) from None
+
+
 def _grafted(path: str, mlm_head_from: str, options: dict[str, Any]) -> MLMEncoder:
     """The encoder of ``path`` with the MLM head of another checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
@@ -313,12 +332,20 @@ def load_aggretriever(
                     backend="torch",
                 )
             )
-        except (TypeError, AttributeError, KeyError, json.JSONDecodeError) as error:  # what a wrong value leads to
+        except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:  # what a wrong value leads to
+            if (sentence := _about_weights(error, f"{path}/{entry['path']}".rstrip("/"))) is not None:
+                raise ValueError(f"load_aggretriever: {sentence} Fetch the model again.") from None
+            if isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, json.JSONDecodeError):
+                raise
             name = f"{path}/{entry['path']}/config.json" if entry["path"] else f"the encoder's configuration in {path}"
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"load_aggretriever: {name} holds a value of a wrong kind ({reason}). Fetch the model again."
             ) from error
+    if not any(isinstance(module, _modules.Concat) for module in loaded):
+        raise ValueError(
+            f"load_aggretriever: {modules_file} has no Concat, which makes one vector of all parts. Fetch it again."
+        )
     if quantize is not None:
         _set_quantize(loaded, quantize, path)
     config_file = load_file_path(path, "config_sentence_transformers.json", **where)
@@ -327,6 +354,19 @@ def load_aggretriever(
         if saved.get(key) is not None:
             kwargs.setdefault(key, saved[key])
     return SentenceTransformer(modules=loaded, **kwargs)
+
+
+def _about_weights(error: Exception, place: str) -> str | None:
+    """A sentence on weights that are missing or don't fit, from what the libraries raise for them."""
+    said = " ".join(str(error).split())
+    if said.startswith("Could not find 'model.safetensors'"):
+        return f"{place} has no weights (model.safetensors)."
+    if "loading state_dict" in said:
+        first = said.partition(": ")[2].partition(". size mismatch")[0].rstrip(".")
+        return f"the weights in {place} don't fit its config.json ({first})."
+    if "ignore_mismatched_sizes" in said:
+        return f"the weights in {place} don't fit its config.json (another size)."
+    return None
 
 
 def _set_quantize(modules: list[nn.Module], quantize: str, path: str) -> None:

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from st_aggretriever.atomic import replacing
+
 EXAMPLES = 3  # searches shown
 SHOWN = 3  # passages of each
 
@@ -68,13 +70,14 @@ def quickstart(
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        ValueError: ``output`` holds something else than a run of this kind.
+        ValueError: ``output`` holds something else than a run of this kind, or one of other settings.
         ValueError, OSError: As :func:`train` and :func:`evaluate_beir`.
     """
+    from st_aggretriever.config import TrainConfig, default_of
     from st_aggretriever.evaluation.bm25 import evaluate_bm25
     from st_aggretriever.model import build_aggretriever
     from st_aggretriever.readers.pairs import read_pairs
-    from st_aggretriever.training import TrainConfig, train
+    from st_aggretriever.training import train
 
     backbone = model or str(asset("mini"))
     folder = data or str(asset("sample"))
@@ -82,25 +85,34 @@ def quickstart(
     count = sum(1 for source in sources for _ in read_pairs(source))
     settings: dict[str, Any] = {
         "pairs": sources,
-        "epochs": epochs or (20.0 if count < 1000 else 3.0),
+        "epochs": epochs if epochs is not None else 20.0 if count < 1000 else 3.0,
+        "batch_size": min(count, default_of("batch_size")),
         "seed": seed,
         "device": device,
     }
     home = Path(output)
+    configs = {  # all of them before anything is written
+        key: TrainConfig(
+            model=backbone,
+            output=str(home / key),
+            resume=(home / key).exists() or (home / f"{key}.partial").exists(),
+            save_steps=0,
+            **settings,
+            **arm.options(cls_dim, lexical_dim),
+        )
+        for key, arm in ARMS.items()
+        if arm.trained
+    }
     untrained = build_aggretriever(backbone, seed=seed, **ARMS["untrained"].options(cls_dim, lexical_dim)).float()
-    _claim(home)
+    shown = {"model": backbone, "data": folder, **settings, "cls_dim": cls_dim, "lexical_dim": lexical_dim}
+    _claim(home, {name: value for name, value in shown.items() if name != "device"})
     yield f"backbone {model or 'mini (bundled)'}, collection {data or 'sample (bundled)'}, {count} training pairs"
 
     rows = {"BM25": evaluate_bm25(folder, run=home / "bm25.trec", overwrite=True)}
     for key, arm in ARMS.items():
-        options = arm.options(cls_dim, lexical_dim)
         if arm.trained:
             yield f"training {arm.name}, model {list(ARMS).index(key)} of {len(ARMS) - 1}"
-            resume = (home / key).exists() or (home / f"{key}.partial").exists()
-            config = TrainConfig(
-                model=backbone, output=str(home / key), resume=resume, save_steps=0, **settings, **options
-            )
-            encoder = train(config)
+            encoder = train(configs[key])
         else:
             encoder = untrained
         rows[arm.name] = _evaluated(encoder, folder, home, key)
@@ -116,15 +128,25 @@ def quickstart(
     yield f"  model = load_aggretriever({str(home / 'agg')!r})"
 
 
-def _claim(home: Path) -> None:
-    """Make the folder of a run, or take up one's own; files of anybody else's stay untouched."""
+def _claim(home: Path, settings: dict[str, Any]) -> None:
+    """Make the folder of a run, or take up one's own; anybody else's, or of other settings, stays untouched."""
     mark = home / "quickstart.json"
     if home.exists() and not home.is_dir():
         raise ValueError(f"quickstart: output {home} is a file; nothing was overwritten. Name a folder.")
     if home.is_dir() and any(home.iterdir()) and not mark.is_file():
         raise ValueError(f"quickstart: output {home} is not empty; nothing was overwritten. Name another folder.")
+    if mark.is_file():
+        try:
+            before = json.loads(mark.read_text(encoding="utf-8"))["settings"]
+            changed = [f"{name} ({before[name]}, now {now})" for name, now in settings.items() if before[name] != now]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"quickstart: {mark} is broken. Name another output.") from None
+        if changed:
+            raise ValueError(f"quickstart: the run in {home} had other settings: {', '.join(changed)}. Name another.")
+        return
     home.mkdir(parents=True, exist_ok=True)
-    mark.write_text(json.dumps({"made_by": "st-aggretriever quickstart"}) + "\n", encoding="utf-8")
+    with replacing(mark) as file:
+        file.write(json.dumps({"made_by": "st-aggretriever quickstart", "settings": settings}) + "\n")
 
 
 def _evaluated(encoder: Any, folder: str, home: Path, key: str) -> dict[str, Any]:

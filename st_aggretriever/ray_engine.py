@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.bulk import BlockEncoder, Progress, Texts, logger, plan, prepare_output
+from st_aggretriever.bulk import BlockEncoder, Progress, Texts, finish, logger, plan, prepare_output
 from st_aggretriever.search.exact import Hits, check_vectors
 from st_aggretriever.search.shards import merge_all, search_folder
 from st_aggretriever.vectors.blocks import write_block
@@ -93,7 +93,7 @@ def encode_by_ray(
                 progress.bar.update(progress.texts(number))
                 progress.add(number, counts, [line for line in str(row["left_out"]).split("\n") if line])
         progress.close()
-        writer.finish(len(todo.blocks))
+        finish(writer, todo)
     return VectorFolder(folder)
 
 

@@ -296,6 +296,13 @@ def test_ms_marcos_passages_are_not_dropped_for_a_querys_number(
     assert [options["drop_identical_ids"] for options in seen] == [False, True]
 
 
+@pytest.mark.parametrize("name", ["top_k", "batch_size", "block_size"])
+def test_a_number_below_one_is_refused_before_anything_is_fetched(server: Server, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        evaluate_sets(None, ["tiny"], tmp_path / "out", data=tmp_path / "data", **{name: 0})
+    assert server.ranges == []
+
+
 def test_a_shallow_evaluation_of_sets_ends_with_what_it_measured(server: Server, tmp_path: Path) -> None:
     said: list[str] = []
     summary = evaluate_sets(None, ["tiny"], tmp_path / "out", data=tmp_path / "data", top_k=5, say=said.append)

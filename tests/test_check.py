@@ -294,6 +294,7 @@ def test_a_refusal_is_one_sentence(
     gone = serve(None)
     for args, words in (
         ((serve(None), "--model", saved), "refused with 424"),
+        ((saved, "--model", tmp_path / "nowhere"), "there is no "),
         ((serve(None) + "/v2/embed", "--model", saved), "refused with 404"),
         ((serve(lambda texts: np.array("no vectors")), "--model", saved), "something else than vectors"),
         ((gone.rpartition(":")[0] + ":1", "--model", saved), "can't be reached"),

@@ -109,8 +109,19 @@ def test_comparison_by_hand(data: Path, runs: list[str], tmp_path: Path) -> None
     assert json.loads((tmp_path / "out.json").read_text()) == result
 
 
+def test_runs_of_one_name_in_two_folders_go_by_their_paths(data: Path, runs: list[str], tmp_path: Path) -> None:
+    files = [tmp_path / name / "run.trec" for name in ("before", "after")]
+    for file, run in zip(files, runs, strict=False):
+        file.parent.mkdir()
+        file.write_text(Path(run).read_text())
+    assert list(compare_runs(files, data)["figures"]) == [str(file) for file in files]
+
+
 def test_bad_input_is_one_sentence(data: Path, runs: list[str], tmp_path: Path) -> None:
-    for files, sentence in ((runs[:1], "two or more runs"), ([runs[0], runs[0]], "different file names")):
+    for files, sentence in (
+        (runs[:1], "two or more different runs"),
+        ([runs[0], runs[0]], "two or more different runs"),
+    ):
         with pytest.raises(ValueError, match=sentence):
             compare_runs(files, data)
     with pytest.raises(ValueError, match="metric must be one of nDCG@10, RR@10"):

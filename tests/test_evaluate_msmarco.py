@@ -104,3 +104,6 @@ def test_bad_files_are_named_before_any_work(files: list[str], capsys: pytest.Ca
         assert sentence in capsys.readouterr().err
     with pytest.raises(ValueError, match="measures must be dev or dl"):
         evaluate_msmarco(None, *files, measures="test")
+    for top_k in (0, -5):
+        with pytest.raises(ValueError, match=f"top_k must be at least 1, got {top_k}"):
+            evaluate_msmarco(None, *files, top_k=top_k)

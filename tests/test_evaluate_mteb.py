@@ -81,6 +81,18 @@ def test_a_name_and_revision_belong_to_one_model(models: list[Any], tmp_path: Pa
         evaluate_mteb(models[1], [InMemory()], tmp_path, name="me/mine", revision="v1")
 
 
+@pytest.mark.parametrize("content", ["[]", "{", None])
+def test_an_output_of_another_kind_is_one_sentence(models: list[Any], tmp_path: Path, content: str | None) -> None:
+    output = tmp_path / "out"
+    if content is None:
+        output.write_text("a file")
+    else:
+        output.mkdir()
+        (output / "models.json").write_text(content)
+    with pytest.raises((ValueError, FileExistsError), match=r"models\.json is broken|out is a file"):
+        evaluate_mteb(models[0], [InMemory()], output, name="mine")
+
+
 def test_result_holds_prompts_cut_texts_and_a_file_for_a_submission(models: list[Any], tmp_path: Path) -> None:
     models[0].prompts["query"] = "what is the capital city of "
     try:

@@ -84,7 +84,8 @@ def test_files_of_dpr_and_json(files: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for name in ("q.json", "q.jsonl"):
         assert read_questions(tmp_path / name) == {"0": ("a", ["x"]), "1": ("b", ["y"])}
-    bad = {"a\tb\n": "line 1: expected question<tab>", "a\t[]\n": "line 1: expected question<tab>",
+    bad = {"[]": "holds no question",
+           "a\tb\n": "line 1: expected question<tab>", "a\t[]\n": "line 1: expected question<tab>",
            "a\t[3]\n": "line 1: expected question<tab>", "a\t3\n": "line 1: expected question<tab>",
            "[{}]": "entry 0: expected an object", "[": "expected a JSON list",
            '{"question": "a"}\n': "line 1: expected an object"}  # fmt: skip

@@ -385,5 +385,14 @@ def test_what_must_not_leave_is_refused(folder: Path, same_vectors: None, tmp_pa
             hub.plan_push(folder, name, STATEMENT)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         hub.plan_push(tmp_path / "nowhere", "me/m", STATEMENT)
+    with pytest.raises(FileNotFoundError, match=r"there are no results at .*gone\.json"):
+        hub.plan_push(folder, "me/m", Statement(license="mit", results=[tmp_path / "gone.json"]))
+    # TensorBoard puts the machine's name into its files' names.
+    (tmp_path / "m" / "notes.txt").unlink()
+    (tmp_path / "m" / "runs").mkdir()
+    (tmp_path / "m" / "runs" / "events.out.tfevents.17.some-host.1.0").touch()
+    plan = hub.plan_push(tmp_path / "m", "me/m", STATEMENT)
+    assert not [upload.path for upload in plan.uploads if "events" in upload.path]
+    assert "runs/events.out.tfevents.17.some-host.1.0" in plan.left_out
     with pytest.raises(ValueError, match=r"other\.jsonl is none of the training data; these are pairs\.jsonl"):
         hub.plan_push(folder, "me/m", Statement(license="mit", data_licences={"other.jsonl": "mit"}))

@@ -257,7 +257,7 @@ def test_a_missing_head_weight_is_named(saved: Any, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     folder = copy_of(saved, tmp_path)
     save_file({}, folder / "3_CLSProjection" / "model.safetensors")
-    with pytest.raises(RuntimeError, match=r"linear\.weight"):
+    with pytest.raises(ValueError, match=r"3_CLSProjection .*linear\.weight"):
         load_aggretriever(folder)
 
 
@@ -314,6 +314,33 @@ def test_a_config_with_a_value_of_a_wrong_kind_is_named(tiny_bert: str, tmp_path
     with pytest.raises(ValueError, match=r".") as caught:
         load_aggretriever(tmp_path / "m", device="cpu")
     assert files[0].parent.name.split("_")[-1] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("gone", r"1_MLMLexicalPooling has no weights \(model\.safetensors\)"),
+        ("another's", r"the weights in .*1_MLMLexicalPooling don't fit its config\.json \(size mismatch for linear"),
+        ("another size", r"the weights in .*/m don't fit its config\.json"),
+        ("no last module", r"modules\.json has no Concat"),
+    ],
+)
+def test_parts_of_a_model_that_are_missing_or_do_not_fit_are_named(
+    tiny_bert: str, tmp_path: Path, damage: str, sentence: str
+) -> None:
+    folder = tmp_path / "m"
+    build_aggretriever(tiny_bert, lexical_dim=8, cls_dim=4).save_pretrained(str(folder))
+    config, modules = (json.loads((folder / name).read_text()) for name in ("config.json", "modules.json"))
+    if damage == "gone":
+        (folder / "1_MLMLexicalPooling" / "model.safetensors").unlink()
+    elif damage == "another's":
+        shutil.copy(folder / "3_CLSProjection" / "model.safetensors", folder / "1_MLMLexicalPooling")
+    elif damage == "another size":
+        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    else:
+        (folder / "modules.json").write_text(json.dumps(modules[:-1]))
+    with pytest.raises(ValueError, match=f"load_aggretriever: .*{sentence}.*etch"):
+        load_aggretriever(folder, device="cpu")
 
 
 @pytest.mark.parametrize("content", ["{}", "null", "[3]", '[{"type": 3, "path": ""}]', '[{"type": "x"}]'])

@@ -77,8 +77,10 @@ def test_other_settings_in_the_same_folder_are_refused(
     tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tiny_bert, data, tmp_path / "out") == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert run(tiny_bert, data, tmp_path / "out", "--seed", "1") == 2
     assert "other settings: seed (0, now 1)" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == before
 
 
 def test_a_missing_train_split_is_one_sentence(
@@ -103,5 +105,14 @@ def test_a_folder_of_somebody_elses_stays_as_it_is(
 
 
 def test_a_bad_option_is_found_before_anything_is_written(tiny_bert: str, data: Path, tmp_path: Path) -> None:
-    assert run(tiny_bert, data, tmp_path / "out", "--lexical-dim", "640") == 2
-    assert not (tmp_path / "out").exists()
+    for option, value in (("--lexical-dim", "640"), ("--epochs", "0"), ("--epochs", "-1"), ("--seed", "-1")):
+        assert run(tiny_bert, data, tmp_path / "out", option, value) == 2
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_few_pairs_are_a_batch(tiny_bert: str, data: Path, tmp_path: Path) -> None:
+    """The four of the train split."""
+    sizes = ["--epochs", "1", "--cls-dim", "4", "--lexical-dim", "16", "--device", "cpu"]
+    output = tmp_path / "out"
+    assert main(["quickstart", "--model", tiny_bert, "--data", str(data), "--output", str(output), *sizes]) == 0
+    assert json.loads((output / "agg" / "train.json").read_text())["config"]["batch_size"] == 4

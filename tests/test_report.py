@@ -69,6 +69,14 @@ def test_the_report_counts_what_was_held_out_among_the_rows(record: dict, tmp_pa
     assert "1,200 pairs were trained on, 34 held out as the development set." in text
 
 
+def test_a_teacher_on_this_machine_is_named_without_its_path(record: dict, tmp_path: Path) -> None:
+    record["teacher"] = {"name": str(tmp_path / "my-agg")}
+    report.write_report(record, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "Teacher: my-agg." in text
+    assert str(tmp_path) not in text
+
+
 def test_without_matplotlib_the_text_stands_alone(
     record: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,20 @@ def test_a_poisoned_row_is_named_and_fatal_or_left_out(
     assert verify(folder) == []
 
 
+def test_a_collection_of_which_every_text_is_left_out_is_refused(tmp_path: Path) -> None:
+    source = Source("texts", lambda: iter([("x", "b"), ("y", "b")]))
+    with pytest.raises(ValueError, match="every one of the 2 texts was left out"):
+        encode_to_disk(Letters(poison="b"), source, tmp_path / "v", skip_bad=True)
+    assert not (tmp_path / "v").exists()
+    # One shard of several may hold nothing.
+    rows = [("x", "b"), ("y", "a")]
+    for number in (0, 1):
+        source = Source("texts", lambda: iter(rows))
+        options: dict[str, Any] = {"block_size": 1, "shard": (number, 2), "skip_bad": True}
+        encode_to_disk(Letters(poison="b"), source, tmp_path / "s", **options)
+    assert [folder.rows for folder in open_shards([tmp_path / "s"])] == [0, 1]
+
+
 def test_texts_can_be_left_out_that_come_to_the_model_without_another(tmp_path: Path) -> None:
     """By length, so the short ones are the last 64 of a block, or fewer."""
     rows = [(f"d{number}", "aa") for number in range(64)] + [("x", "b"), ("y", "b")]

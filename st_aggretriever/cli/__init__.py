@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|bad_alloc")  # a GPU's, torch's on the CPU, Faiss's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (head, less) has gone; keep Python's shutdown from complaining about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("ST_AGGRETRIEVER_TRACEBACK"):
+    except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
+        memory = isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error))
+        if os.environ.get("ST_AGGRETRIEVER_TRACEBACK") or (isinstance(error, RuntimeError) and not memory):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
+        if memory:
+            message = f"out of memory ({message[:200].rstrip('.')}). Lower --batch-size or --block-size, or free some."
         print(f"st-aggretriever: {message.removeprefix('st_aggretriever: ')}", file=sys.stderr)
         return _leave(2)
     return 0

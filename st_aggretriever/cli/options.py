@@ -131,7 +131,7 @@ def load_model(
     from st_aggretriever.model import load_aggretriever
 
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).cpu()  # "meta" has no numbers
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
     if Path(name).is_file():

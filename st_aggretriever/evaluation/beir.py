@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import check_parent, replacing
 from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.evaluation.lengths import length_rules
 from st_aggretriever.evaluation.metrics import (
@@ -103,12 +103,17 @@ def check_before(
     Raises:
         As :func:`evaluate_beir`.
     """
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"evaluate_beir: {name} must be at least 1, got {value}.")
+    check_numbers(**numbers)
     check_outputs(run, output, overwrite)
     import_pytrec_eval()
     Encoder(model, 1)
+
+
+def check_numbers(**numbers: int) -> None:
+    """Raises ValueError where one is below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"evaluate: {name} must be at least 1, got {value}.")
 
 
 def evaluate_collection(
@@ -317,7 +322,7 @@ def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: 
     """Refuse output files that exist, that have no folder, or that are one file.
 
     Raises:
-        FileExistsError, FileNotFoundError, ValueError: in this order.
+        FileExistsError, FileNotFoundError, PermissionError (or another OSError), ValueError: in this order.
     """
     paths = [Path(path) for path in (run, output) if path is not None]
     for path in paths:
@@ -325,8 +330,7 @@ def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: 
             raise FileExistsError(f"{path} is a folder. Name a file.")
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists already. Name another file or overwrite it (--overwrite).")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"the folder of {path} does not exist. Make it first.")
+        check_parent(path)
     if len(paths) == 2 and paths[0].resolve() == paths[1].resolve():
         raise ValueError(f"run and output are both {paths[0]}. Name two files.")
 

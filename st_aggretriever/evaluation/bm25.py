@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from st_aggretriever.evaluation.beir import Collection, check_outputs, read_collection, score_hits
+from st_aggretriever.evaluation.beir import Collection, check_numbers, check_outputs, read_collection, score_hits
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
 from st_aggretriever.search.bm25 import RULE, search_bm25
 from st_aggretriever.search.exact import Hits
@@ -32,8 +32,7 @@ def evaluate_bm25(
     Raises:
         As :func:`evaluate_beir` and :func:`search_bm25`.
     """
-    if top_k < 1:
-        raise ValueError(f"evaluate_bm25: top_k must be at least 1, got {top_k}.")
+    check_numbers(top_k=top_k)
     check_outputs(run, output, overwrite)
     import_pytrec_eval()
     collection = read_collection(data, split, ids_in_run=run is not None, exclude_overlap=exclude_overlap)

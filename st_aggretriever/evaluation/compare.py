@@ -121,8 +121,10 @@ def compare_runs(
 
 def _read_runs(files: Sequence[str | Path]) -> dict[str, dict[str, dict[str, float]]]:
     names = [Path(file).name for file in files]
+    if len(set(names)) < len(names):  # in different folders
+        names = [str(file) for file in files]
     if len(files) < 2 or len(set(names)) < len(names):
-        raise ValueError(f"compare_runs: expected two or more runs with different file names, got {names}.")
+        raise ValueError(f"compare_runs: expected two or more different runs, got {', '.join(names)}.")
     return {name: read_run(file) for name, file in zip(names, files, strict=True)}
 
 

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from st_aggretriever.evaluation.beir import Collection, check_before, check_corpus, check_outputs, evaluate_collection
+from st_aggretriever.evaluation.beir import (
+    Collection,
+    check_before,
+    check_corpus,
+    check_numbers,
+    check_outputs,
+    evaluate_collection,
+)
 from st_aggretriever.evaluation.bm25 import evaluate_collection_bm25
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
 from st_aggretriever.readers.msmarco import read_tsv
@@ -56,6 +63,7 @@ def evaluate_msmarco(
     if measures not in RELEVANCE:
         raise ValueError(f"evaluate_msmarco: measures must be dev or dl, got {measures!r}.")
     if model is None:
+        check_numbers(top_k=top_k)
         check_outputs(run, output, overwrite)
         import_pytrec_eval()
     else:

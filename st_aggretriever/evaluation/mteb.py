@@ -78,6 +78,8 @@ def evaluate_mteb(
     name = name if "/" in name else f"local/{name}"
     revision = revision or (hashed or "unknown")[:16]
     output = Path(output)
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{output} is a file. Name a folder.")
     output.mkdir(parents=True, exist_ok=True)
     _claim(output, f"{name}@{revision}", hashed)
     counting = _counting(model, name, revision)
@@ -253,7 +255,12 @@ def _quiet() -> Iterator[None]:
 def _claim(output: Path, key: str, hashed: str | None) -> None:
     """Remember whose name and revision this is."""
     path = output / "models.json"
-    owners: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        owners: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:
+        owners = None  # type: ignore[assignment]
+    if not isinstance(owners, dict):
+        raise ValueError(f"{path} is broken. Name another --output.")
     if owners.setdefault(key, hashed) != hashed:
         raise ValueError(
             f"{output} holds results of another model under the name and revision {key}. Give this one another"

@@ -11,7 +11,7 @@ from typing import Any
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.encoding import length_limit, model_hash
-from st_aggretriever.evaluation.beir import data_checksums, evaluate_beir
+from st_aggretriever.evaluation.beir import check_numbers, data_checksums, evaluate_beir
 from st_aggretriever.evaluation.beir_sets import (
     LICENSED,
     NANO,
@@ -68,6 +68,7 @@ def evaluate_sets(
         OSError: A set can't be downloaded; the figures of those before it stay.
     """
     names = check_names(names)
+    check_numbers(top_k=top_k, batch_size=batch_size, block_size=block_size)
     output, data = Path(output), Path(data)
     for folder in (output, runs, data):
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():

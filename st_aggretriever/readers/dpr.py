@@ -76,6 +76,8 @@ def read_questions(path: str | Path) -> dict[str, Question]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: expected a JSON list of questions ({error.msg}, line {error.lineno}).") from None
         questions = [_at(f"{path} entry {number}", record) for number, record in enumerate(records)]
+        if not questions:
+            raise ValueError(f"{path} holds no question.")
     elif first.startswith("{"):
         questions = list(read_jsonl(path, _question))
     else:

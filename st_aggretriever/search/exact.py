@@ -150,7 +150,7 @@ def check_device(library: str, device: str) -> None:
             import torch
 
             try:
-                torch.empty(0, device=one)
+                torch.empty(0, device=one).cpu()  # "meta" has no numbers
             except (RuntimeError, AssertionError) as error:
                 raise ValueError(f"search: device {one!r} can't be used here: {str(error).splitlines()[0]}") from None
         elif one != "cpu" and not 0 <= _gpu_number(one) < _faiss()[0].get_num_gpus():
