@@ -342,7 +342,8 @@ def load_aggretriever(
             raise ValueError(
                 f"load_aggretriever: {name} holds a value of a wrong kind ({reason}). Fetch the model again."
             ) from error
-    if not any(isinstance(module, _modules.Concat) for module in loaded):
+    ours = {type(module).__name__ for module in loaded if type(module).__module__ == _modules.Concat.__module__}
+    if ours and "Concat" not in ours:
         raise ValueError(
             f"load_aggretriever: {modules_file} has no Concat, which makes one vector of all parts. Fetch it again."
         )
