@@ -119,8 +119,6 @@ class BlockEncoder:
     ) -> None:
         if side not in PROMPT_NAMES:
             raise ValueError(f"encode_to_disk: side must be one of {', '.join(PROMPT_NAMES)}, got {side!r}.")
-        if batch_size < 1:
-            raise ValueError(f"encode_to_disk: batch_size must be at least 1, got {batch_size}.")
         check_dtype(dtype)
         self.encoder = Encoder(model, batch_size)
         self.side, self.dtype, self.skip_bad = side, dtype, skip_bad
@@ -190,7 +188,7 @@ class BlockEncoder:
         """Of the vectors, by a model that still takes a text; else raises ``error``."""
         try:
             return Encoder(self.encoder.model, 1).encode(["dimension"], self.side).shape[1]  # whose counts don't count
-        except Exception:
+        except Exception:  # whatever a model raises: it is the model's fault then, and the first error says more
             raise error from None
 
     def _counts(self) -> dict[str, int | None]:

@@ -304,8 +304,8 @@ class _BM25Miner(_Miner):
         scores, positions = np.zeros((len(queries), k), np.float32), np.full((len(queries), k), -1, np.int64)
         for row, every in enumerate(tqdm(self.index.scores(self.queries), total=len(queries), disable=None)):
             best = best_of(every, self.positions, k)
-            scores[row], positions[row] = best.scores[0], best.ids[0].astype(np.int64)
-        positions[scores <= 0] = -1  # no word in common
+            width = best.ids.size
+            scores[row, :width], positions[row, :width] = best.scores[0], best.ids[0].astype(np.int64)
         return scores, positions
 
     def score(self, pairs: Sequence[tuple[int, int]], texts: Callable[[int], str]) -> list[float]:

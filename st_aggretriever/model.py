@@ -332,16 +332,17 @@ def load_aggretriever(
                     backend="torch",
                 )
             )
-        except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:  # what a wrong value leads to
-            if (sentence := _about_weights(error, f"{path}/{entry['path']}".rstrip("/"))) is not None:
-                raise ValueError(f"load_aggretriever: {sentence} Fetch the model again.") from None
-            if isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, json.JSONDecodeError):
-                raise
+        except (TypeError, AttributeError, KeyError, json.JSONDecodeError) as error:  # what a wrong value leads to
             name = f"{path}/{entry['path']}/config.json" if entry["path"] else f"the encoder's configuration in {path}"
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"load_aggretriever: {name} holds a value of a wrong kind ({reason}). Fetch the model again."
             ) from error
+        except (RuntimeError, ValueError) as error:
+            sentence = _about_weights(error, f"{path}/{entry['path']}".rstrip("/"))
+            if sentence is None:
+                raise
+            raise ValueError(f"load_aggretriever: {sentence} Fetch the model again.") from None
     ours = {type(module).__name__ for module in loaded if type(module).__module__ == _modules.Concat.__module__}
     if ours and "Concat" not in ours:
         raise ValueError(

@@ -109,7 +109,7 @@ def _data(record: dict[str, Any]) -> list[str]:
     used = f"{record['resolved']['pairs']:,} pairs were trained on"
     held_out = sum(record["pairs"].values()) - record["resolved"]["pairs"]
     used += f", {held_out:,} held out as the development set." if record["config"].get("dev_share") else "."
-    teacher = [f"Teacher: {_name(str(record['teacher'].get('name', record['teacher'])))}."] if record["teacher"] else []
+    teacher = [f"Teacher: {_name(record['teacher']['name'])}."] if record["teacher"] else []
     return [
         "## Data",
         "",

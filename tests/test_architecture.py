@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run_folder": {"atomic", "config", "model", "report", "trainer"},
     "training": {"config", "dev", "evaluation", "losses", "model", "modules", "readers"}
     | {"report", "run_folder", "teacher", "trainer", "versions"},
-    "export": {"modules", "model", "vectors"},
+    "export": {"atomic", "modules", "model", "vectors"},
     "check": {"model", "modules"},
     "card": {"convert", "explain"},
     "hub": {"card", "convert", "encoding", "inspection", "model", "readers"},

@@ -20,24 +20,25 @@ from st_aggretriever.cli import main
         ),
         (MemoryError(), True),
         (RuntimeError("a fault of ours"), False),
+        (ValueError("line 3: expected an id, got 'out of memory'"), None),
     ],
 )
 def test_only_a_lack_of_memory_is_a_sentence_among_the_faults_of_a_machine(
-    error: Exception, caught: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, caught: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: Any) -> None:
         raise error
 
     parsed = SimpleNamespace(parse_args=lambda _: SimpleNamespace(function=fail))
     monkeypatch.setattr(cli, "_parser", lambda: parsed)
-    if not caught:
+    if caught is False:
         with pytest.raises(RuntimeError, match="a fault of ours"):
             main([])
         return
     assert main([]) == 2
     said = capsys.readouterr().err
-    assert "st-aggretriever: out of memory" in said
-    assert "--batch-size" in said
+    assert said.startswith("st-aggretriever: out of memory" if caught else "st-aggretriever: line 3")
+    assert ("--batch-size" in said) is bool(caught)
     assert len(said.splitlines()) == 1
 
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="there exists"):
         export_onnx(lowered, tmp_path / "there")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match="Make it first"):
         export_onnx(lowered, tmp_path / "no" / "onnx")
     (tmp_path / "onnx.partial").mkdir()
     (tmp_path / "onnx.partial" / "mine.txt").write_text("keep me")

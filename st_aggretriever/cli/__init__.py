@@ -27,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
-        memory = isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error))
-        if os.environ.get("ST_AGGRETRIEVER_TRACEBACK") or (isinstance(error, RuntimeError) and not memory):
+        ours = isinstance(error, (ValueError, OSError, ImportError))
+        memory = isinstance(error, MemoryError) or (not ours and OUT_OF_MEMORY.search(str(error)))
+        if os.environ.get("ST_AGGRETRIEVER_TRACEBACK") or not (ours or memory):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
         if memory:

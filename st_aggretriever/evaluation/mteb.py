@@ -256,9 +256,9 @@ def _claim(output: Path, key: str, hashed: str | None) -> None:
     """Remember whose name and revision this is."""
     path = output / "models.json"
     try:
-        owners: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        owners: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError:
-        owners = None  # type: ignore[assignment]
+        owners = None
     if not isinstance(owners, dict):
         raise ValueError(f"{path} is broken. Name another --output.")
     if owners.setdefault(key, hashed) != hashed:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
+from st_aggretriever.atomic import check_output, partial_of
 from st_aggretriever.model import load_aggretriever
 from st_aggretriever.modules import write_check
 
@@ -56,11 +57,8 @@ def export_onnx(model: SentenceTransformer | str | Path, output: str | Path, *, 
     """
     _need_onnx()
     output = Path(output)
-    if output.exists():
-        raise FileExistsError(f"export onnx: {output} exists; name another folder, or remove it.")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"export onnx: there is no folder {output.absolute().parent}.")
-    partial = output.with_name(output.name + ".partial")
+    check_output(output)
+    partial = partial_of(output)
     if partial.exists():
         raise FileExistsError(
             f"export onnx: {partial} is in the way, perhaps left by an export that was killed: move it."

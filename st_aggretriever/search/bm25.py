@@ -73,18 +73,17 @@ def search_bm25(queries: Mapping[str, str], corpus: Iterable[tuple[str, str]], t
     """
     index = BM25(corpus)
     k = min(top_k, len(index.ids))
-    scores, found = np.zeros((len(queries), k), np.float32), np.empty((len(queries), k), object)
+    scores, found = np.full((len(queries), k), -np.inf, np.float32), np.empty((len(queries), k), object)
     for row, every in enumerate(index.scores(list(queries.values()))):
         one = best_of(every, index.ids, k)
-        scores[row], found[row] = one.scores[0], one.ids[0]
-    found[scores <= 0] = None
-    return Hits(np.where(scores > 0, scores, -np.inf).astype(np.float32), found)
+        scores[row, : one.ids.size], found[row, : one.ids.size] = one.scores[0], one.ids[0]
+    return Hits(scores, found)
 
 
 def best_of(every: np.ndarray, ids: np.ndarray, k: int) -> Hits:
-    """The ``k`` best of one query's (N,) scores, (1, k) each, equal scores by id, descending."""
-    # Every document that the cut at k could keep: all that score at least as much as the k-th.
-    kept = np.flatnonzero(every >= np.partition(every, -k)[-k])
+    """The up to ``k`` best of one query's (N,) scores, (1, w) each, equal scores by id, descending."""
+    # Every document that shares a word and that the cut at k could keep: all that score at least as much as the k-th.
+    kept = np.flatnonzero((every > 0) & (every >= np.partition(every, -k)[-k]))
     kept = kept[np.argsort(-every[kept], kind="stable")]
     one = Hits(every[kept][None].astype(np.float32), ids[kept][None])
     order_ties(one, k)
