@@ -71,11 +71,11 @@ def test_all_cells_of_uncompressed_vectors_are_exact_and_it_can_be_moved(
 
 
 def test_killed_at_every_step_it_goes_on_and_ends_the_same(folders: list[VectorFolder], tmp_path: Path) -> None:
-    from test_shards import _run_and_kill
+    from folders import run_and_kill
 
     build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "whole", part_rows=200)
     for step in range(1, 60):
-        lived = _run_and_kill(lambda: build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "v", part_rows=200), step)
+        lived = run_and_kill(lambda: build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "v", part_rows=200), step)
         if lived or (tmp_path / "v").exists():
             break
     assert step > 5

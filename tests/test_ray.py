@@ -11,7 +11,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from test_shards import ROWS, Letters, files, write_jsonl  # noqa: E402
+from folders import ROWS, Letters, files, write_jsonl  # noqa: E402
 
 from st_aggretriever.bulk import encode_to_disk  # noqa: E402
 from st_aggretriever.ray_engine import encode_by_ray, search_by_ray  # noqa: E402

@@ -1,0 +1,141 @@
+"""Collections by blocks: every form gives the same rows, and what is bad in a file is said."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import ROWS, Letters, write_jsonl
+
+from st_aggretriever.bulk import encode_to_disk
+from st_aggretriever.readers import corpus as corpus_module
+from st_aggretriever.readers.corpus import Corpus
+
+
+def read_all(corpus: Corpus, block_size: int) -> list[tuple[str, str]]:
+    count, _ = corpus.scan(block_size)
+    return [row for number in range(-(-count // block_size)) for row in corpus.read(number).rows]
+
+
+def make_corpora(folder: Path) -> dict[str, Path]:
+    """The same rows in every form."""
+    import pyarrow
+    import pyarrow.parquet
+
+    plain = write_jsonl(folder / "plain.jsonl")
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (folder / "msmarco.tsv").write_text("".join(f"{key}\t{text}\n" for key, text in ROWS))
+    (folder / "dpr.tsv").write_text("id\ttext\ttitle\n" + "".join(f'{key}\t"{text}"\t\n' for key, text in ROWS))
+    table = pyarrow.table({"other": [1] * len(ROWS), "id": [key for key, _ in ROWS], "contents": [t for _, t in ROWS]})
+    pyarrow.parquet.write_table(table, folder / "table.parquet", row_group_size=5)
+    parts = folder / "parts"
+    parts.mkdir()
+    write_jsonl(parts / "a.jsonl", ROWS[:9])
+    (parts / "b.jsonl").write_text("")
+    (parts / "c.tsv.gz").write_bytes(gzip.compress("".join(f"{k}\t{t}\n" for k, t in ROWS[9:]).encode()))
+    (parts / "README").write_text("no texts")
+    beir = folder / "beir"
+    beir.mkdir()
+    lines = [json.dumps({"_id": key, "title": text[0], "text": text[1:] or None}) + "\n" for key, text in ROWS]
+    (beir / "corpus.jsonl").write_text("".join(lines))
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 23, 100])
+def test_every_form_gives_the_same_rows_in_blocks(
+    tmp_path: Path, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_PARQUET_ROWS", 2)  # less than a row group
+    for name, place in make_corpora(tmp_path).items():
+        expected = (
+            [(key, " ".join(filter(None, (text[0], text[1:])))) for key, text in ROWS] if name == "beir" else ROWS
+        )
+        corpus = Corpus(place)
+        assert read_all(corpus, block_size) == expected, name
+        numbers = range(-(-len(ROWS) // block_size))
+        for number in [*reversed(numbers), 0]:  # in any order
+            assert corpus.read(number).rows == expected[number * block_size : (number + 1) * block_size], name
+
+
+def test_a_field_may_be_longer_than_csv_allows(tmp_path: Path) -> None:
+    path = tmp_path / "passages.tsv"
+    path.write_text(f"id\ttext\ttitle\n1\t{'a' * 150_000}\tb\n")
+    assert read_all(Corpus(path), 4) == [("1", "b " + "a" * 150_000)]
+
+
+def test_patterns_and_several_places_are_read_by_name(tmp_path: Path) -> None:
+    for name, part in (("2", ROWS[5:9]), ("1", ROWS[:5]), ("3", ROWS[9:])):
+        write_jsonl(tmp_path / f"part-{name}.jsonl", part)
+    assert read_all(Corpus(str(tmp_path / "part-*.jsonl")), 4) == ROWS
+    assert read_all(Corpus(tmp_path / "part-2.jsonl", tmp_path / "part-1.jsonl"), 4) == ROWS[5:9] + ROWS[:5]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"_id": "1", "text": "a"}\n{"_id": "2"}\n', "line 2: expected a field 'text'"),
+        ('{"_id": "1", "text": "a"}\n{"text": \n', "line 2: expected a JSON object, got malformed JSON"),
+        ('{"_id": "1", "text": "a"}\n{"_id": "1", "text": "b"}\n', "id '1' occurs a second time"),
+        ("1\ta\n2 b\n", "line 2: expected id<tab>text, got '2 b'"),
+        ("id\ttext\ttitle\n1\ta\n", "line 2: expected id<tab>text<tab>title"),
+        ("id\ttext\ttitle\n1\ta\rb\tc\n", "line 2: expected tab-separated columns"),
+        ("no form\n", "expected jsonl, tab-separated lines or Parquet"),
+        ("", "holds no text"),
+    ],
+)
+def test_a_bad_file_is_refused_before_anything_is_encoded(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "corpus"
+    path.write_text(content)
+    model = Letters()
+    with pytest.raises(ValueError, match=sentence):
+        encode_to_disk(model, Corpus(path), tmp_path / "out")
+    assert model.batches == []
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("name", ["text", "title"])
+@pytest.mark.parametrize("value", [["x"], {"x": 1}, 1.5, True])
+def test_a_text_that_is_no_string_is_a_bad_row(tmp_path: Path, name: str, value: Any, skip: bool) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"_id": "1", "text": "a"}) + "\n" + json.dumps({"_id": "2", "text": "b", name: value}))
+    corpus = Corpus(path, skip_bad=skip)
+    if not skip:
+        with pytest.raises(ValueError, match=rf"c\.jsonl line 2: expected a string in '{name}', got "):
+            corpus.scan(5)
+        return
+    assert corpus.scan(5)[0] == 2
+    assert corpus.read(0).rows == [("1", "a")]
+    assert f"line 2: expected a string in '{name}'" in corpus.read(0).bad[0]
+
+
+def test_empty_texts_are_taken_as_evaluate_takes_them_but_not_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from st_aggretriever.readers.beir import read_corpus
+
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"text": "a"}, {"text": None}, {"text": None, "title": "t"}, {"text": " "}, {"text": "", "title": None}]
+    path.write_text("".join(json.dumps({"_id": str(n), **row}) + "\n" for n, row in enumerate(rows)))
+    assert read_all(Corpus(path), 3) == list(read_corpus(tmp_path))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"empty texts (null or blanks), encoded as such: 3, the first in {path} line 2"
+    ]
+
+
+def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(b'{"_id": "1", "text": "a"}\n' * 999)[:-20])
+    with pytest.raises(ValueError, match=r"corpus\.jsonl\.gz line \d+: broken gzip data"):
+        Corpus(tmp_path / "corpus.jsonl.gz").scan(5)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.jsonl").mkdir()  # a folder where a file should be
+    with pytest.raises(IsADirectoryError, match=r"a\.jsonl can't be read \(Is a directory\)"):
+        Corpus(tmp_path / "parts")
+    (tmp_path / "empty").mkdir()
+    for place, sentence in (("none", "none does not exist"), ("no-*", "matches no file"), ("empty", "nor any file of")):
+        with pytest.raises(FileNotFoundError, match=sentence):
+            Corpus(tmp_path / place)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1" + b"\0" * 50)
+    with pytest.raises(ValueError, match=r"x\.parquet is no Parquet file"):
+        Corpus(tmp_path / "x.parquet").scan(5)
