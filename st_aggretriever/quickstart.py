@@ -142,7 +142,9 @@ def _claim(home: Path, settings: dict[str, Any]) -> None:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"quickstart: {mark} is broken. Name another output.") from None
         if changed:
-            raise ValueError(f"quickstart: the run in {home} had other settings: {', '.join(changed)}. Name another output.")
+            raise ValueError(
+                f"quickstart: the run in {home} had other settings: {', '.join(changed)}. Name another output."
+            )
         return
     home.mkdir(parents=True, exist_ok=True)
     with replacing(mark) as file:

@@ -330,18 +330,18 @@ def _torch_above(queries: np.ndarray, block: np.ndarray, ids: np.ndarray, best: 
     """
     import torch
 
-    # From top_k scores a query on, which the result has too, the first tile gives a floor to the others.
-    tile = max(top_k, min(TORCH_TILE, TORCH_SCORES // len(queries)))
-    floor = torch.from_numpy(best.scores[:, -1].copy())[:, None] if best.scores.shape[1] == top_k else None
+    tile = max(1, min(TORCH_TILE, TORCH_SCORES // len(queries)))
+    running = best.scores.shape[1] == top_k
+    floor = torch.from_numpy(best.scores[:, -1:].copy()) if running else torch.full((len(queries), 1), -torch.inf)
     parts: list[_Held] = []
     with torch.inference_mode(), full_precision():
         vectors, documents = torch.from_numpy(queries), torch.from_numpy(block)
         for start in range(0, len(block), tile):
             product = vectors @ documents[start : start + tile].T  # (Q, t)
-            if floor is None and product.shape[1] >= top_k:
+            if start == 0 and not running and product.shape[1] >= top_k:
                 floor = product.topk(top_k, sorted=False).values.amin(dim=1, keepdim=True)
             # "Not below": a NaN, an overflow, shall not vanish.
-            found = np.flatnonzero(np.ones(product.shape, bool) if floor is None else ~(product < floor).numpy())
+            found = np.flatnonzero(~(product < floor).numpy())
             rows, columns = np.divmod(found, product.shape[1])
             new = _Held(rows.astype(np.int32), (columns + start).astype(np.int32), product.numpy().ravel()[found])
             _finite((new.scores, new.positions))
@@ -350,8 +350,7 @@ def _torch_above(queries: np.ndarray, block: np.ndarray, ids: np.ndarray, best: 
                 parts = [_cut(parts, ids, top_k)]
                 count = np.bincount(parts[0].rows, minlength=len(queries))
                 full = np.flatnonzero(count == top_k)
-                if floor is not None:
-                    floor[full, 0] = torch.from_numpy(parts[0].scores[np.cumsum(count)[full] - 1])
+                floor[full, 0] = torch.from_numpy(parts[0].scores[np.cumsum(count)[full] - 1])
     held = _cut(parts, ids, top_k)
     count = np.bincount(held.rows, minlength=len(queries))
     column = np.arange(len(held.rows)) - np.repeat(np.cumsum(count) - count, count)
