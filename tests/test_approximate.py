@@ -123,6 +123,16 @@ def test_a_saved_index_finds_the_same(folder: VectorFolder, tmp_path: Path, fact
         assert one.tolist() == two.tolist()
 
 
+def test_parameters_stay_with_an_index_and_its_file(folder: VectorFolder, tmp_path: Path) -> None:
+    built = build_index(folder, "IVF8,Flat", "nprobe=3")
+    assert search_approximately(folder, QUERIES, 10, built, "nprobe=8")[1]["parameters"] == "nprobe=8"
+    save_index(tmp_path / "file", built, folder)
+    for index in (built, load_index(tmp_path / "file", folder)):
+        report = search_approximately(folder, QUERIES, 10, index)[1]
+        assert (report["parameters"], report["recall"]) == ("nprobe=8", 1.0)
+    assert search_approximately(folder, QUERIES, 10, built, "max_codes=9")[1]["parameters"] == "nprobe=8,max_codes=9"
+
+
 def test_an_index_of_other_vectors_or_a_damaged_one_is_refused(folder: VectorFolder, tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_index(path, build_index(folder, "Flat"), folder)
@@ -165,11 +175,12 @@ def test_command_saves_loads_and_refuses(
     kept = str(tmp_path / "kept")
     for number, more in enumerate((
         ["--index-factory", "IVF8,Flat", "--save-index", kept, "--index-parameters", "nprobe=2"],
+        ["--load-index", kept],
         ["--load-index", kept, "--index-parameters", "nprobe=2"],
     )):  # fmt: skip
         assert main([*base, "--run", str(tmp_path / f"run{number}"), *more]) == 0
         assert "IVF8,Flat nprobe=2: recall of the exact 10 0." in capsys.readouterr().out
-    assert (tmp_path / "run0").read_text() == (tmp_path / "run1").read_text()
+    assert (tmp_path / "run0").read_text() == (tmp_path / "run1").read_text() == (tmp_path / "run2").read_text()
     for more, sentence in (
         (["--load-index", kept, "--index-factory", "Flat"], "Give one of them"),
         (["--save-index", kept], "belong to --index-factory"),

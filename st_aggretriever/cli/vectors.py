@@ -385,7 +385,7 @@ def _search(args: argparse.Namespace) -> None:
             print(f"index written to {args.save_index}", flush=True)
         hits, report = search_approximately(index, vectors, args.top_k, built, args.index_parameters)
         print(
-            f"{' '.join([report['factory'], *args.index_parameters.split()])}: recall of the exact {hits.ids.shape[1]} "
+            f"{' '.join([report['factory'], report['parameters']]).strip()}: recall of the exact {hits.ids.shape[1]} "
             f"{report['recall']:.4f}, index {report['bytes'] / 1e6:,.1f} MB, seconds {report['seconds']}"
         )
     else:

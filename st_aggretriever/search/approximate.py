@@ -9,8 +9,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,16 +26,19 @@ T = TypeVar("T")
 TRAINING_VECTORS = 100_000  # that an approximate index learns its cells and codes from, at most
 FORMAT = "st_aggretriever index, 1"
 CHUNK = 2**24  # bytes read at a time
+NAMED = r"(\w+)=([^, ]*)"  # one of the parameters of a search
 COUNTS = ("nprobe", "efSearch", "k_factor", "k_factor_rf")  # parameters of a search that are at least 1
 
 
-class Built(NamedTuple):
+@dataclass
+class Built:
     """An index that holds all vectors of a folder, in the folder's order."""
 
     factory: str  # as Faiss's index_factory takes it, for instance "IVF1024,PQ96", "HNSW32", "IVF4096,Flat"
     index: Any  # faiss.Index
     ids: list[str]
     seconds: float  # of building, or of reading
+    parameters: str = ""  # of its search, as given last: "nprobe=32"; otherwise Faiss's own
 
 
 def build_index(folder: VectorFolder, factory: str, parameters: str = "") -> Built:
@@ -64,7 +68,7 @@ def build_index(folder: VectorFolder, factory: str, parameters: str = "") -> Bui
         check_vectors(block_ids, vectors, "document")
         faiss_says(factory, functools.partial(index.add, vectors))
         ids += block_ids
-    return Built(factory, index, ids, time.perf_counter() - started)
+    return Built(factory, index, ids, time.perf_counter() - started, parameters)
 
 
 def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
@@ -77,6 +81,7 @@ def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
     header = {
         "format": FORMAT,
         "factory": built.factory,
+        "parameters": built.parameters,
         "vectors_sha256": vectors_hash(folder),
         "rows": len(built.ids),
     }
@@ -123,7 +128,9 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
         raise ValueError(
             f"{path} holds {counted(index.ntotal, 'vector')}, {folder.folder} {len(ids):,}. Build it again."
         )
-    return Built(header["factory"], index, ids, time.perf_counter() - started)
+    built = Built(header["factory"], index, ids, time.perf_counter() - started)
+    parameterise(built, str(header.get("parameters", "")))
+    return built
 
 
 def vectors_hash(folder: VectorFolder) -> str:
@@ -163,7 +170,7 @@ def search_approximately(
         raise ValueError(f"search: top_k must be at least 1, got {top_k}.")
     queries = check_vectors(range(len(query_vectors)), query_vectors, "query", dim=folder.dimension)
     index: Any = built.index
-    set_parameters(built.factory, index, parameters)
+    parameterise(built, parameters)
     started = time.perf_counter()
     scores, positions = faiss_says(built.factory, lambda: index.search(queries, min(top_k, len(built.ids))), parameters)
     found = time.perf_counter()
@@ -173,7 +180,7 @@ def search_approximately(
     hits = Hits(np.where(positions < 0, -np.inf, scores).astype(np.float32), names[positions])
     report = {
         "factory": built.factory,
-        "parameters": parameters,
+        "parameters": built.parameters,
         "recall": recall(hits, exact),
         "bytes": _size(index),
         "seconds": {"build": round(built.seconds, 3), "search": round(found - started, 3),
@@ -193,7 +200,7 @@ def training_sample(folder: VectorFolder, limit: int) -> np.ndarray:
 
 
 def set_parameters(factory: str, index: Any, parameters: str) -> None:
-    for name, value in re.findall(r"(\w+)=([^, ]*)", parameters):
+    for name, value in re.findall(NAMED, parameters):
         # Faiss takes these as they come, and fails in the search or gives anything.
         if name.removeprefix("quantizer_") in COUNTS and not (value.isascii() and 1 <= _number(value) < 2**31):
             raise ValueError(
@@ -202,6 +209,13 @@ def set_parameters(factory: str, index: Any, parameters: str) -> None:
     if parameters:
         space: Any = load_faiss().ParameterSpace()
         faiss_says(factory, lambda: space.set_index_parameters(index, parameters), parameters)
+
+
+def parameterise(built: Built, parameters: str) -> None:
+    """Give an index parameters of its search; those that aren't named stay."""
+    set_parameters(built.factory, built.index, parameters)
+    named = dict(re.findall(NAMED, f"{built.parameters} {parameters}"))
+    built.parameters = ",".join(f"{name}={value}" for name, value in named.items())
 
 
 def _number(value: str) -> float:
