@@ -3,6 +3,7 @@ again, for whichever table it was made.
 
     results/runs-SCALE/HASH.json     of each trained model and seed: settings, dev curve, figures of each query
     results/runs-SCALE/sweep-HASH.json   of each model: the rates and factors tried, and the one chosen
+    results/setting-SCALE.json       what no hash holds (``FIXED``), and counts of the prepared data
     work/models, work/vectors        what can be made again; vectors of all views are one encoding
 
 The hash is of the model's settings, the scale's, and the content of pairs and backbone. Several processes may work on
@@ -26,7 +27,7 @@ from typing import IO, Any
 import data as data_of
 import numpy as np
 from arms import BM25, Model, Row
-from fit import CONSTANTS, Fit, fit, load, set_length, untrained
+from fit import CONSTANTS, DEV_METRIC, RAMP, Fit, fit, load, set_length, untrained
 from judge import FINDINGS
 from scales import NOISE, Collection, Scale, steps_of
 
@@ -41,7 +42,7 @@ from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.dpr import read_passages, read_questions
 from st_aggretriever.readers.text import checksum
 from st_aggretriever.readers.training import open_training_data
-from st_aggretriever.search.bm25 import search_bm25
+from st_aggretriever.search.bm25 import RULE, search_bm25
 from st_aggretriever.search.exact import search
 from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.training import DivergedError
@@ -52,6 +53,9 @@ BATCH = 64
 BLOCK = 20_000
 WIDE_BLOCK = 2_000
 MINING_DEPTH = 200  # the paper's
+# What figures depend on beside the scale's settings; in no hash, since it is one for all of a folder's results.
+FIXED = {"dev_metric": DEV_METRIC, "noise": NOISE, "sparse_ramp": RAMP, "mining_depth": MINING_DEPTH, "depth": DEPTH,
+         "bm25": RULE}  # fmt: skip
 WAIT = 2.0  # seconds between two looks at what another process is making
 Figures = dict[str, dict[str, list[float]]]  # collection -> metric -> one figure a query
 
@@ -79,7 +83,28 @@ class Runner:
         self.runs.mkdir(parents=True, exist_ok=True)
         with closing(self.alone("data", wait=True)):
             self.prepared = data_of.prepare(scale, data, self.work)
+            self._check_fixed(results / f"setting-{scale.name}.json")
         self.done = {"sweep": 0, "train": 0, "mine": 0, "encode": 0}
+
+    def _check_fixed(self, path: Path) -> None:
+        """Keep what the hash leaves out, beside what the data's preparation counted; refuse to mix it with another.
+
+        Raises:
+            ValueError: It was another when the first of these results was made.
+        """
+        counts = self.prepared / "counts.json"
+        fixed = json.loads(json.dumps(FIXED))
+        if not path.exists():
+            counted = json.loads(counts.read_text(encoding="utf-8")) if counts.exists() else None
+            with replacing(path) as file:
+                file.write(json.dumps({"fixed": fixed, "counts": counted}, indent=1) + "\n")
+        before = json.loads(path.read_text(encoding="utf-8"))["fixed"]
+        for name in {**fixed, **before}:
+            if before.get(name) != fixed.get(name):
+                raise ValueError(
+                    f"{path.parent} was made with {name} {before.get(name)!r}, now it is {fixed.get(name)!r}. Name "
+                    "another folder by --results."
+                )
 
     @cached_property
     def collections(self) -> dict[str, Collection]:
