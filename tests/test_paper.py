@@ -185,6 +185,43 @@ def test_figures_of_other_files_are_refused(paper: SimpleNamespace, twice: Any, 
     qrels.write_text(content)
 
 
+def test_results_of_other_fixed_settings_are_refused(
+    paper: SimpleNamespace, twice: Any, scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = json.loads((twice.home / "results" / "setting-smoke.json").read_text())
+    assert kept["counts"]["train"]["one"] > 0
+    for fixed in ({**paper.runner.FIXED, "noise": 0.5}, {**paper.runner.FIXED, "more": 1}):
+        monkeypatch.setattr(paper.runner, "FIXED", fixed)
+        with pytest.raises(
+            ValueError, match=r"results was made with (noise 0.02, now it is 0.5|more None, now it is 1)"
+        ):
+            paper.runner.Runner(scale, None, None, twice.home / "work", twice.home / "results")
+
+
+def test_notes_say_steps_choices_and_what_still_rose(
+    paper: SimpleNamespace, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(row: str, seed: int, steps: int, factor: float, flat: bool | None, further: str = "") -> dict[str, Any]:
+        return {"row": row, "seed": seed, "steps": steps, "rate": 1e-4, "factor": factor, "flat": flat,
+                "further": further}  # fmt: skip
+
+    runs = [run("A", 0, 600, 1, False), run("A", 1, 600, 1, False), run("B", 0, 1800, 5, True),
+            run("C", 0, 1800, 5, False), run("A, on", 0, 400, 1, None, "hard")]  # fmt: skip
+    monkeypatch.setattr(paper.table, "_curves", lambda runner, table: runs)
+    runner = SimpleNamespace(scale=paper.scales.MINI, record=lambda model, seed: {})
+    caveat, *notes = paper.table._training_notes(runner, small)
+    assert caveat == paper.scales.MINI.caveat
+    assert notes == [
+        "Steps of a training. 600: A. 1,800: B; C. 400: A, on.",
+        "Chosen of the learning rates 0.0001, 0.0004 and loss scales 1, 5, 20 (what lies beyond the first and last "
+        "wasn't tried). 0.0001 and 1: A. 0.0001 and 5: B; C.",
+        "Runs whose dev figure gained 0.02 or more in their last third: 3 of the 4 that were judged more than once, "
+        "A, seed 0, 1; C, seed 0.",
+    ]
+    runs.clear()
+    assert paper.table._training_notes(runner, small) == []
+
+
 def test_a_choice_within_the_noise_of_the_dev_figure_stays_with_the_first(paper: SimpleNamespace) -> None:
     def best(*figures: float) -> int:
         return paper.runner._best([{"dev_curve": [[1, 0.0], [2, figure]], "n": n} for n, figure in enumerate(figures)])[
@@ -238,7 +275,9 @@ def test_rows_of_one_model_share_its_encoding(twice: Any, small: Any) -> None:
 
 def test_every_number_of_a_table_is_its_json(paper: SimpleNamespace, twice: Any) -> None:
     results = [twice.home / "results", PAPER / "results"]
-    tables = [path for folder in results for path in sorted(folder.glob("*-*.json")) if "costs-" not in path.name]
+    others = ("costs-", "setting-")
+    found = [path for folder in results for path in sorted(folder.glob("*-*.json"))]
+    tables = [path for path in found if not path.name.startswith(others)]
     assert tables
     for path in tables:
         result, text = json.loads(path.read_text()), path.with_suffix(".md").read_text()
@@ -252,6 +291,18 @@ def test_every_number_of_a_table_is_its_json(paper: SimpleNamespace, twice: Any)
             means = [row["cells"][column]["mean"] for column in result["grids"][0]["columns"] if column in row["cells"]]
             shown = [float(cell.split(" +- ")[0]) for cell in printed[row["name"]] if cell.strip()]
             assert shown[: len(means)] == pytest.approx(means, abs=6e-4)
+
+
+def test_the_summary_of_findings_is_the_tables_json(paper: SimpleNamespace, tmp_path: Path) -> None:
+    tables = [json.loads(path.read_text()) for path in (PAPER / "results").glob("*-mini.json")]
+    judged = {finding["id"]: finding for table in tables for finding in table.get("findings", [])}
+    family = paper.judge.findings_of(paper.scales.MINI)
+    verdicts = paper.judge.judge(judged, [finding["id"] for finding in family])
+    assert judged
+    for key, finding in judged.items():
+        assert finding | verdicts[key] == finding
+    paper.report.write_summary("mini", family, judged, tmp_path)
+    assert (tmp_path / "FINDINGS-mini.md").read_text() == (PAPER / "results" / "FINDINGS-mini.md").read_text()
 
 
 def test_means_come_from_the_figures_of_each_query(paper: SimpleNamespace, twice: Any, small: Any) -> None:
@@ -307,15 +358,38 @@ def test_the_mean_of_few_seeds_is_drawn_from_students_t(paper: SimpleNamespace, 
         assert np.mean(sign * drawn > quantile) == pytest.approx(0.025, abs=0.003)
 
 
-def test_true_nulls_are_rejected_as_often_as_p_says(paper: SimpleNamespace) -> None:
+@pytest.mark.parametrize(("seeds", "queries", "both"), [(0.01, 0, 0), (0, 0.1, 0), (0.01, 0.1, 0.1), (0, 0, 0.2)])
+def test_true_nulls_are_rejected_at_most_as_often_as_p_says(
+    paper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seeds: float, queries: float, both: float
+) -> None:
+    monkeypatch.setattr(paper.judge, "MORE", 1)
     rng = np.random.default_rng(1)
     finding = {"rows": {"row 0": 1, "row 1": -1}}
     rejected = []
-    for _ in range(200):  # all noise is the seeds'
-        rows = ({"a": rng.normal(0, 0.01, (3, 1)).repeat(5, 1)} for _ in range(2))
+    for _ in range(200):
+        easy = rng.normal(0, queries, (1, 60))
+        rows = ({"a": sign * easy + rng.normal(0, seeds, (3, 1)) + rng.normal(0, both, (3, 60))} for sign in (-1, 1))
         result = paper.judge.contrast(finding, figures_of(*rows), {"row 0": "x", "row 1": "y"}, resamples=400)
-        rejected.append(result["p"] < 0.05)
-    assert np.mean(rejected) < 0.08
+        rejected.append((result["p"] < 0.05, result["p_variants"]["apart"] < 0.05))
+    test, apart = np.mean(rejected, axis=0)
+    assert test < 0.085
+    assert apart < 0.085
+    if not seeds and not both:
+        assert min(test, apart) > 0.02
+    if both:
+        assert test < 0.02  # it is cautious there, and says so
+
+
+def test_seeds_and_queries_drawn_apart_leave_out_what_is_of_both(paper: SimpleNamespace) -> None:
+    seeds, queries = np.array([[0.1], [0.2], [0.6]]), np.linspace(0, 1, 50)[None]
+    added, mixed = seeds + queries, np.outer([1, -1, 0], [1, -1] * 25)
+    for values, equal in ((added, True), (mixed, False)):
+        crossed, apart = paper.judge._resampled(
+            {"row 0": 1}, figures_of({"a": values}), {"row 0": "x"}, 700, np.random.default_rng(0)
+        )
+        assert crossed.shape == apart.shape == (700,)
+        assert np.allclose(crossed, apart) == equal
+    assert np.abs(apart).max() < 1e-12 < np.abs(crossed).max()
 
 
 def test_rows_of_one_model_are_resampled_together(paper: SimpleNamespace) -> None:
@@ -328,8 +402,9 @@ def test_rows_of_one_model_are_resampled_together(paper: SimpleNamespace) -> Non
 
 
 def test_verdicts_follow_sign_margin_and_the_whole_family(paper: SimpleNamespace) -> None:
-    def result(difference: float, p: float, margin: float = 0.0) -> dict[str, float]:
-        return {"difference": difference, "p": p, "margin": margin}
+    def result(difference: float, p: float, margin: float = 0.0) -> dict[str, Any]:
+        variants = {"more draws": p, "apart": 0.001}
+        return {"difference": difference, "p": p, "margin": margin, "p_variants": variants}
 
     results = {
         "a": result(0.1, 0.001),
@@ -341,7 +416,8 @@ def test_verdicts_follow_sign_margin_and_the_whole_family(paper: SimpleNamespace
     assert [few[key]["verdict"] for key in "abcd"] == ["holds", "contradicted", "holds", "holds"]
     many = paper.judge.judge(results, [*results, *(f"open {n}" for n in range(10))])
     assert many["a"]["p_holm"] == pytest.approx(0.014)  # 14 findings, of which 10 have no result yet
-    assert many["c"]["verdict"] == "not resolved"
+    assert many["c"]["verdict"] == many["c"]["variants"]["more draws"]["verdict"] == "not resolved"
+    assert many["c"]["variants"]["apart"] == {"p_holm": pytest.approx(0.014), "verdict": "holds"}
 
 
 def test_findings_name_rows_that_their_tables_have(paper: SimpleNamespace) -> None:

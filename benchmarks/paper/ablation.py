@@ -31,6 +31,10 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
         published=published.ABLATION,
+        notes=(
+            "All rows have the [CLS] part of 128 dimensions but AVERAGE; unpruned lexical weights have one dimension a "
+            "term beside it.",
+        ),
     )
 
 

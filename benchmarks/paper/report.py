@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from judge import VARIANTS
+
 from st_aggretriever.atomic import replacing
 from st_aggretriever.evaluation.compare import import_matplotlib
 
@@ -75,17 +77,37 @@ def write_summary(scale: str, family: list[dict[str, Any]], judged: dict[str, di
     lines = [
         f"# Findings, scale {scale}",
         "",
-        "| table | finding | | difference | 95 % interval |",
-        "|---|---|---|---|---|",
+        "Differences and intervals are without a claim's margin, intervals and p without Holm's correction; the verdict"
+        " is by margin and corrected p. While findings are open, what is *not resolved* can still be resolved, and no"
+        " other verdict changes.",
+        "",
+        "| table | finding | | difference | 95 % interval | margin | p | p, Holm |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for finding in family:
         result = judged.get(finding["id"])
         line = f"| {finding['table']} | {finding['claim']} ({finding['source']}) "
         if result is None:
-            lines.append(f"{line}| open: not run yet | | |")
+            lines.append(f"{line}| open: not run yet | | | | | |")
             continue
         low, high = result["interval"]
-        lines.append(f"{line}| {result['verdict']} | {result['difference']:+.4f} | {low:+.4f} to {high:+.4f} |")
+        margin = f"{result['margin']:g}" if result["margin"] else ""
+        lines.append(
+            f"{line}| {result['verdict']} | {result['difference']:+.4f} | {low:+.4f} to {high:+.4f} | {margin} "
+            f"| {result['p']:.2g} | {result['p_holm']:.2g} |"
+        )
+    lines += ["", "By variants of the test, which decide nothing:", ""]
+    lines += [f"- *{name}*: {said}." for name, said in VARIANTS.items()]
+    lines += ["", "| table | finding | " + " | ".join(f"{name}: p | p, Holm | " for name in VARIANTS) + " |"]
+    lines += ["|---|---" + "|---|---|---" * len(VARIANTS) + "|"]
+    for finding in family:
+        if finding["id"] in judged:
+            result = judged[finding["id"]]
+            cells = [
+                f"{result['p_variants'][name]:.2g} | {found['p_holm']:.2g} | {found['verdict']}"
+                for name, found in result["variants"].items()
+            ]
+            lines.append(f"| {finding['table']} | {finding['claim']} ({finding['source']}) | {' | '.join(cells)} |")
     with replacing(results / f"FINDINGS-{scale}.md") as file:
         file.write("\n".join(lines) + "\n")
 

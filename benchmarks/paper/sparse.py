@@ -19,7 +19,7 @@ def make(scale: Scale) -> Table:
         Row(
             name="uniCOIL, no expansion",
             model=agg(pooling="tokens", aggregation="none", cls_dim=0),
-            note="a weight for each of the text's own tokens, abs as in AGG where uniCOIL has a ReLU",
+            note="a weight for each of the text's own tokens, [SEP] among them as in AGG, abs where uniCOIL has a ReLU",
         ),
         Row(name="AGG", model=agg()),
         Row(name="AGG, no MLM head", model=agg(pooling="tokens")),

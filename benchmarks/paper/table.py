@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -209,11 +209,13 @@ def refresh(scale: Scale, results: Path, new: dict[str, Any] | None = None) -> N
 def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
     """Of each trained model and seed what its training was: rate, factor, steps, dev curve."""
     kept = []
+    names_of = {row.model: row.name for row in reversed(table.rows)}
     for model in distinct([row.model for row in table.rows if row.model.trained]):
         for seed in table.seeds:
             record = runner.record(model, seed).get("training", {})
             names = ("rate", "factor", "steps", "best_step", "seconds", "flat", "dev_curve")
             kept.append({"model": model.kind, "source": model.source, "fraction": model.fraction, "seed": seed})
+            kept[-1] |= {"row": names_of.get(model, model.kind), "further": model.further}
             kept[-1] |= {name: record.get(name) for name in names}
     return kept
 
@@ -233,16 +235,36 @@ def _sparsity_notes(runner: Runner, table: Table) -> list[str]:
     return notes
 
 
+def _grouped(title: str, runs: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
+    """A note: which runs have which value in common; none where there are no runs."""
+    groups: dict[str, dict[str, None]] = {}
+    for value, run in runs:
+        groups.setdefault(value, {})[run["row"]] = None
+    said = ". ".join(f"{value}: {'; '.join(rows)}" for value, rows in groups.items())
+    return [f"{title}. {said}."] if groups else []
+
+
 def _training_notes(runner: Runner, table: Table) -> list[str]:
-    curves = _curves(runner, table)
-    notes = []
-    rising = [f"{run['model']}, {run['source']} x {run['fraction']:g}, seed {run['seed']}" for run in curves
-              if run["flat"] is False]  # fmt: skip
+    curves = [run for run in _curves(runner, table) if run["steps"]]
+    notes = [] if not curves or not runner.scale.caveat else [runner.scale.caveat]
+    notes += _grouped("Steps of a training", ((f"{run['steps']:,}", run) for run in curves))
+    if len(runner.scale.rates) * len(runner.scale.factors) > 1:
+        tried = " and ".join(
+            f"{name} {', '.join(f'{value:g}' for value in values)}"
+            for name, values in (("learning rates", runner.scale.rates), ("loss scales", runner.scale.factors))
+        )
+        chosen = ((f"{run['rate']:g} and {run['factor']:g}", run) for run in curves if not run["further"])
+        notes += _grouped(f"Chosen of the {tried} (what lies beyond the first and last wasn't tried)", chosen)
+    judged = [run for run in curves if run["flat"] is not None]
+    rising: dict[str, list[str]] = {}
+    for run in judged:
+        if not run["flat"]:
+            rising.setdefault(run["row"], []).append(str(run["seed"]))
     if rising:
-        names = "; ".join(rising)
+        names = "; ".join(f"{row}, seed {', '.join(seeds)}" for row, seeds in rising.items())
         notes.append(
-            f"Runs whose dev figure gained {NOISE:g} or more in their last third: {len(rising)} of "
-            f"{len(curves)}, {names}."
+            f"Runs whose dev figure gained {NOISE:g} or more in their last third: "
+            f"{sum(map(len, rising.values()))} of the {len(judged)} that were judged more than once, {names}."
         )
     changed = {checksum(FINDINGS)} | {
         record.get("findings_sha256")
