@@ -162,6 +162,11 @@ class MLMEncoder(Transformer):
             model_kwargs["add_pooling_layer"] = False
         return _from_pretrained(AutoModel, model_name_or_path, config, model_kwargs)
 
+    def _get_prompt_length(self, prompt: str, **kwargs: Any) -> int | None:
+        # Byte-level tokenizers take a blank into the word behind it: alone at the end of the prompt it is a token that
+        # isn't there before a text, whose first word would count as prompt.
+        return super()._get_prompt_length(prompt.rstrip(" "), **kwargs)
+
     def _usable_positions(self) -> int | None:
         """Tokens that the position table can take: the RoBERTa family loses its padding index and what is below."""
         for name, module in _unwrapped(self.model).base_model.named_modules():

@@ -136,7 +136,8 @@ def _head_length(model: Any, prompt: str) -> int:
     encoder = model[0]
     if not prompt:
         return int(encoder.prefix_length)
-    return len(model.tokenizer(prompt)["input_ids"]) - int(encoder.suffix_length)
+    alone = model.tokenizer(prompt.rstrip(" "))  # its last blank may belong to the text's first token
+    return len(alone["input_ids"]) - int(encoder.suffix_length)
 
 
 def _windows_of(model: Any, text: str, head: int, window: int, overlap: int) -> Iterator[list[int]]:

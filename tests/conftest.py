@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 torch.set_num_threads(1)  # The models are tiny: threads would wait for each other longer than they work.
 
@@ -52,6 +52,19 @@ def make_tokenizer(style: str = "bert") -> transformers.PreTrainedTokenizerFast:
         model_max_length=512,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def make_bytelevel_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE, as ModernBERT's: every word is one token, with the blank before it or without."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = [*WORDS, *(f" {word}" for word in WORDS), *LETTERS]
+    tokenizer.train_from_iterator(texts * 2, trainers.BpeTrainer(special_tokens=special, show_progress=False))
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
 
 
 VOCAB_SIZE = len(make_tokenizer())  # 147: odd, so every slice rule meets a remainder
@@ -115,6 +128,15 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_distilbert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_backbone(tmp_path_factory.mktemp("tiny-distilbert"), "distilbert")[0]
+
+
+@pytest.fixture(scope="session")
+def tiny_bytelevel(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A BERT whose tokenizer has the blank before a word in the word's token."""
+    tokenizer = make_bytelevel_tokenizer()
+    folder, _ = save_backbone(tmp_path_factory.mktemp("tiny-bytelevel"), vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

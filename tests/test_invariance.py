@@ -107,22 +107,28 @@ def test_plain_encode_equals_encode_document(tiny_bert: str) -> None:
     assert np.array_equal(model.encode_query(text), model.encode_query("the sea " * 3))  # 6 words between the specials
 
 
-def test_a_prompt_reaches_the_encoder_but_not_the_maximum(tiny_bert: str) -> None:
-    options = {"lexical_dim": 16, "cls_dim": 4, "prompts": {"query": "what is the ", "document": ""}}
-    outside = build_aggretriever(tiny_bert, **options)
-    inside = build_aggretriever(tiny_bert, include_prompt=True, **options)
+@pytest.mark.parametrize("prompt", ["what is the ", "what is the"])
+@pytest.mark.parametrize("kind", ["tiny_bert", "tiny_bytelevel"])
+def test_a_prompt_reaches_the_encoder_but_not_the_maximum(
+    kind: str, prompt: str, request: pytest.FixtureRequest
+) -> None:
+    backbone = request.getfixturevalue(kind)
+    options = {"lexical_dim": 16, "cls_dim": 4, "prompts": {"query": prompt, "document": ""}}
+    outside = build_aggretriever(backbone, **options)
+    inside = build_aggretriever(backbone, include_prompt=True, **options)
+    dog = "dog" if prompt.endswith(" ") else " dog"
     for model in (outside, inside):
-        assert not np.array_equal(model.encode_query("dog")[:4], model.encode_document("dog")[:4])
-    assert np.array_equal(outside.encode_query("dog")[:4], inside.encode_query("dog")[:4])
-    assert not np.array_equal(outside.encode_query("dog")[4:], inside.encode_query("dog")[4:])
-    values = outside.encode_query("dog", output_value=None)
+        assert not np.array_equal(model.encode_query(dog)[:4], model.encode_document(dog)[:4])
+    assert np.array_equal(outside.encode_query(dog)[:4], inside.encode_query(dog)[:4])
+    assert not np.array_equal(outside.encode_query(dog)[4:], inside.encode_query(dog)[4:])
+    values = outside.encode_query(dog, output_value=None)
     expected = [False] * 4 + [True, True]  # [CLS] what is the | dog [SEP]
     assert outside[1].participating({k: v[None] if torch.is_tensor(v) else v for k, v in values.items()}).tolist() == [
         expected
     ]
     # A query that leaves no room behind its prompt has a zero lexical part.
     outside[0].query_length = 4
-    assert (outside.encode_query("dog")[4:] == 0).all()
+    assert (outside.encode_query(dog)[4:] == 0).all()
 
 
 HALVES = {"half": torch.float16, "bfloat16": torch.bfloat16}

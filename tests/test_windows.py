@@ -30,9 +30,9 @@ def model(tiny_bert: str) -> SentenceTransformer:
     return build(tiny_bert)
 
 
-@pytest.fixture(scope="module")
-def prompted(tiny_bert: str) -> SentenceTransformer:
-    return build(tiny_bert, prompts={"document": PROMPT, "query": ""})
+@pytest.fixture(scope="module", params=["tiny_bert", "tiny_bytelevel"])
+def prompted(request: pytest.FixtureRequest) -> SentenceTransformer:
+    return build(request.getfixturevalue(request.param), prompts={"document": PROMPT, "query": ""})
 
 
 def windows_by_hand(text: str, room: int, overlap: int) -> list[str]:
