@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import import_from_string, load_file_path
 from torch import nn
@@ -27,6 +30,8 @@ from st_aggretriever.modules import (
     TokenLexicalPooling,
 )
 
+# What a wrong value in a configuration leads to.
+_WRONG_KINDS = (TypeError, AttributeError, KeyError, json.JSONDecodeError, StrictDataclassError)
 POOLINGS = ("mlm", "tokens", "cls", "mean", "mean+cls")
 
 
@@ -228,10 +233,25 @@ def _refuse_published(path: str, transformer_kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def _naming(*names: str | Path | None) -> Iterator[None]:
-    """Name what can't be had from the Hub, which transformers' sentence on the connection doesn't."""
+    """Name what can't be had from the Hub, or is damaged, which the libraries' sentences don't."""
+    given = " or ".join(repr(str(name)) for name in names if name is not None)
     try:
         yield
+    except _WRONG_KINDS as error:
+        if "unexpected keyword" in str(error):  # a wrong argument of the caller's
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"build_aggretriever: the config.json of {given} holds a value of a wrong kind ({reason}). Fetch it again."
+        ) from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        sentence = _about_weights(error, given)
+        if sentence is None:
+            raise
+        raise ValueError(f"build_aggretriever: {sentence} Fetch the model again.") from None
     except OSError as error:
+        if error.errno == errno.EINVAL:  # torch at the end of a file that was cut short
+            raise ValueError(f"build_aggretriever: the weights in {given} can't be read. Fetch them again.") from None
         away = [repr(str(name)) for name in names if name is not None and not Path(name).exists()]
         if not away or isinstance(error, FileNotFoundError):
             raise
@@ -332,7 +352,7 @@ def load_aggretriever(
                     backend="torch",
                 )
             )
-        except (TypeError, AttributeError, KeyError, json.JSONDecodeError) as error:  # what a wrong value leads to
+        except _WRONG_KINDS as error:
             name = f"{path}/{entry['path']}/config.json" if entry["path"] else f"the encoder's configuration in {path}"
             reason = " ".join(str(error).split())
             raise ValueError(
@@ -352,6 +372,11 @@ def load_aggretriever(
         _set_quantize(loaded, quantize, path)
     config_file = load_file_path(path, "config_sentence_transformers.json", **where)
     saved = _read_json(config_file) if config_file else {}
+    prompts = (saved.get("prompts") or {}) if isinstance(saved, dict) else None
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise ValueError(
+            f"load_aggretriever: {config_file} must hold an object of settings, with texts as prompts. Fetch it again."
+        )
     for key in ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"):
         if saved.get(key) is not None:
             kwargs.setdefault(key, saved[key])
@@ -363,6 +388,8 @@ def _about_weights(error: Exception, place: str) -> str | None:
     said = " ".join(str(error).split())
     if said.startswith("Could not find 'model.safetensors'"):
         return f"{place} has no weights (model.safetensors)."
+    if isinstance(error, EOFError | pickle.UnpicklingError) or "failed reading zip archive" in said:
+        return f"the weights in {place} can't be read: cut short, or a git-LFS pointer."
     if "loading state_dict" in said:
         first = said.partition(": ")[2].partition(". size mismatch")[0].rstrip(".")
         return f"the weights in {place} don't fit its config.json ({first})."

@@ -174,7 +174,7 @@ def _kind(name: str) -> str:
     from sentence_transformers.util import load_file_path
 
     found = load_file_path(name, "config_sentence_transformers.json")
-    model_type = json.loads(Path(found).read_text(encoding="utf-8")).get("model_type") if found else None
+    model_type = _read_object(found).get("model_type") if found else None
     named = {"CrossEncoder": "cross-encoder", "SparseEncoder": "sparse encoder"}
     if model_type in named:
         return named[model_type]
@@ -183,7 +183,7 @@ def _kind(name: str) -> str:
     config = load_file_path(name, "config.json")
     if config is None:
         raise OSError(f"teacher {name!r} is no model folder here, and none of the Hub that can be reached.")
-    architecture = " ".join(json.loads(Path(config).read_text(encoding="utf-8")).get("architectures") or [])
+    architecture = " ".join(_read_object(config).get("architectures") or [])
     if "ForSequenceClassification" in architecture:
         return "cross-encoder"
     if "ForMaskedLM" in architecture:
@@ -192,6 +192,16 @@ def _kind(name: str) -> str:
         f"teacher {name!r} is a {architecture or 'model without architecture'}: expected a cross-encoder, an embedder "
         "of sentence-transformers, a SPLADE checkpoint or bm25."
     )
+
+
+def _read_object(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"teacher: {path} is broken ({error}). Fetch the file again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"teacher: {path} must hold an object of settings. Fetch the file again.")
+    return content
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,7 +240,8 @@ class _Vectors:
         self._bytes = 0
 
     def hash(self, data: TrainingData) -> str:
-        return _digest(self.kind, model_hash(self._model), getattr(self._model, "max_seq_length", None))
+        settings = (getattr(self._model, name, None) for name in ("max_seq_length", "similarity_fn_name"))
+        return _digest(self.kind, model_hash(self._model), *settings)
 
     def score(self, pairs: Sequence[tuple[str, str]], data: TrainingData) -> np.ndarray:
         if self._bytes > KEPT_BYTES:

@@ -343,6 +343,41 @@ def test_parts_of_a_model_that_are_missing_or_do_not_fit_are_named(
         load_aggretriever(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", r"the weights in .* can't be read"),
+        (b"", r"the weights in .* can't be read"),
+        (0.5, r"the weights in .* can't be read"),
+        ({"hidden_size": 32}, r"the weights in .* don't fit its config\.json"),
+        ({"hidden_act": "foo"}, r"the config\.json of .* holds a value of a wrong kind \('foo'\)"),
+        ({"hidden_size": "16"}, r"the config\.json of .* holds a value of a wrong kind \(.*'hidden_size'"),
+    ],
+)
+def test_a_damaged_backbone_is_named(tiny_bert: str, tmp_path: Path, damage: Any, sentence: str) -> None:
+    folder = shutil.copytree(tiny_bert, tmp_path / "m")
+    if isinstance(damage, dict):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | damage))
+    else:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        whole = (folder / "pytorch_model.bin").read_bytes()
+        (folder / "pytorch_model.bin").write_bytes(
+            damage if isinstance(damage, bytes) else whole[: int(damage * len(whole))]
+        )
+    with pytest.raises(ValueError, match=f"build_aggretriever: {sentence}.* again"):
+        build_aggretriever(folder, lexical_dim=8, cls_dim=4)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"prompts": {"query": 3}}', '{"prompts": ["query: "]}'])
+def test_settings_of_another_form_are_named(saved: Any, tmp_path: Path, content: str) -> None:
+    folder = copy_of(saved, tmp_path)
+    (folder / "config_sentence_transformers.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config_sentence_transformers\.json must hold an object"):
+        load_aggretriever(folder)
+
+
 @pytest.mark.parametrize("content", ["{}", "null", "[3]", '[{"type": 3, "path": ""}]', '[{"type": "x"}]'])
 def test_a_list_of_modules_of_another_form_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "modules.json").write_text(content)

@@ -179,6 +179,27 @@ def test_other_weights_are_another_teacher(data: TrainingData, tmp_path: Path) -
     assert same.hash(data) == load_teacher(save_cross_encoder(tmp_path / "c"), device="cpu").hash(data)
 
 
+def test_another_similarity_is_another_teacher(data: TrainingData, tmp_path: Path) -> None:
+    name = str(tmp_path / "model")
+    build_aggretriever(save_backbone(tmp_path / "bert")[0], lexical_dim=16, cls_dim=8).save_pretrained(name)
+    dot = load_teacher(name, device="cpu")
+    settings = json.loads((tmp_path / "model" / "config_sentence_transformers.json").read_text())
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(
+        json.dumps(settings | {"similarity_fn_name": "cosine"})
+    )
+    assert load_teacher(name, device="cpu").hash(data) != dot.hash(data)
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+@pytest.mark.parametrize("name", ["config.json", "config_sentence_transformers.json"])
+def test_a_damaged_configuration_of_a_teacher_is_named(tmp_path: Path, name: str, content: str) -> None:
+    folder = save_cross_encoder(tmp_path / "teacher")
+    Path(folder, "config_sentence_transformers.json").unlink(missing_ok=True)
+    Path(folder, name).write_text(content)
+    with pytest.raises(ValueError, match=rf"teacher: .*/{name} (is broken|must hold an object)"):
+        load_teacher(folder, device="cpu")
+
+
 def test_what_cannot_teach_is_refused(data: TrainingData, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 3 classes: expected a cross-encoder with one score"):
         load_teacher(save_cross_encoder(tmp_path / "classes", labels=3), device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,8 +95,10 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
             tensors = torch.load(path, mmap=True, **options)
         except RuntimeError:  # Files of torch < 1.6 can't be mapped.
             tensors = torch.load(path, **options)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0].split(" In PyTorch")[0]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is torch's word for a file cut short
+            raise
+        reason = (str(error) or "it is cut short").splitlines()[0].split(" In PyTorch")[0]
         raise ValueError(f"convert: {path} must hold tensors and nothing else, undamaged: {reason}") from None
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ValueError(f"convert: {path} must hold tensors by name, got {type(tensors).__name__}.")
