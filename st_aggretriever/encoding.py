@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.folding import Folded, lexical_part, unfoldable_texts
+from st_aggretriever.modules import _valid_unicode
 from st_aggretriever.search.exact import check_vectors
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ def count_tokens(model: Any, texts: Sequence[str], side: str, *, prompt: str | N
     if prompt is None:
         prompt = prompt_of(model, side)
     tokens = model.tokenizer(
-        [prompt + text for text in texts],
+        [_valid_unicode(prompt + text) for text in texts],
         truncation=False,
         padding=False,
         return_attention_mask=False,

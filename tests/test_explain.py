@@ -148,6 +148,12 @@ def test_a_prompt_is_no_word_of_the_text(tiny_bert: str) -> None:
     assert np.allclose(found.vector, model.encode_query("bread ship"), atol=1e-6)
 
 
+@pytest.mark.parametrize("text", ["a dog \u200b", "a dog\u200d", "a dog \ufffd", "", " "])
+def test_what_the_tokenizer_drops_was_not_cut(tiny_bert: str, text: str) -> None:
+    explanation = explain_texts(build(tiny_bert), [text], side="document")[0]
+    assert explanation.read == len(text)
+
+
 def test_what_the_length_cuts_off_was_not_read(tiny_bert: str) -> None:
     model = build(tiny_bert, document_length=4)
     found = explain_texts(model, ["bread ship salt oven"])[0]

@@ -247,6 +247,7 @@ def test_cut_texts_are_counted_with_prompt_and_special_tokens(models: dict[str, 
     assert count_truncated(model, ["the cat the cat", "the cat the cat the", ""], "query") == 1
     assert count_truncated(model, ["the " * 10, "the " * 11], "document") == 1
     assert count_truncated(Letters(), ["a"], "query") is None
+    assert count_truncated(model, ["the \ud800"], "query") == 0  # half a character pair, as the model reads it
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from st_aggretriever.encoding import prompt_of
+from st_aggretriever.encoding import length_limit, prompt_of
 from st_aggretriever.search.exact import check_vectors
 
 TILE_BYTES = 32 * 2**20  # of logits at a time
@@ -83,7 +83,7 @@ class TextExplanation:
     """A text's vector, and for each of its D lexical dimensions the term and the word behind it.
 
     Attributes:
-        text: As it was encoded; ``read`` is how many of its characters reached the model.
+        text: As it was encoded; ``read`` is how many of its characters reached the model, all unless it was cut.
         vector: (dim,) float32, the model's, or the stored one.
         lexical: Where the lexical part lies in it.
         words: Of the text, in order, special tokens included.
@@ -290,6 +290,12 @@ class _Explainer:
             for row, text in enumerate(texts)
         ]
 
+    def _read(self, text: str, words: list[Word], tokens: int) -> int:
+        limit = length_limit(self.model, self.side)
+        if limit is None or tokens < limit:
+            return len(text)  # also what the tokenizer drops at the end
+        return max((word.end for word in words if word.end is not None), default=0)
+
     def _text(
         self,
         text: str,
@@ -316,7 +322,7 @@ class _Explainer:
         named = has_term.cpu().numpy()
         return TextExplanation(
             text=text,
-            read=max((word.end for word in words if word.end is not None), default=0),
+            read=self._read(text, words, sum(real)),
             vector=vector.float().cpu().numpy(),
             lexical=self.lexical,
             words=words,
