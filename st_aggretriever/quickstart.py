@@ -14,6 +14,9 @@ EXAMPLES = 3  # searches shown
 SHOWN = 3  # passages of each
 
 
+SAVE_STEPS = 100  # between two checkpoints, from which an interrupted training goes on
+
+
 class Arm(NamedTuple):
     """One line of the table: a model of C + D dimensions."""
 
@@ -96,7 +99,7 @@ def quickstart(
             model=backbone,
             output=str(home / key),
             resume=(home / key).exists() or (home / f"{key}.partial").exists(),
-            save_steps=0,
+            save_steps=SAVE_STEPS,
             **settings,
             **arm.options(cls_dim, lexical_dim),
         )

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from training_runs import die_at
 
 from st_aggretriever import load_aggretriever
 from st_aggretriever.cli import main
@@ -71,6 +72,18 @@ def test_table_searches_and_model(
     monkeypatch.setattr("st_aggretriever.trainer.AggretrieverTrainer.fit", fail)
     assert run(tiny_bert, data, output) == 0
     assert f"{figures['nDCG@10']:9.3f}" in capsys.readouterr().out
+
+
+def test_an_interrupted_training_goes_on_from_its_checkpoint(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("st_aggretriever.quickstart.SAVE_STEPS", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 3)
+        assert run(tiny_bert, data, tmp_path / "out", "--epochs", "4") == 130
+    capsys.readouterr()
+    assert run(tiny_bert, data, tmp_path / "out", "--epochs", "4") == 0
+    assert "4 steps of 32 pairs, after checkpoint-2" in capsys.readouterr().err
 
 
 def test_other_settings_in_the_same_folder_are_refused(
