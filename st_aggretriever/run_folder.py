@@ -67,7 +67,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None
 def working_folder(working: Path, start: dict[str, Any], *, first: bool) -> Iterator[str | None]:
     """Make the folder of a run, or take up the one that is there; gives its last checkpoint.
 
-    On an error it stays if it has a checkpoint, else it goes. Only the ``first`` of several processes touches it.
+    On an error it stays if it has a checkpoint or the trained model, else it goes. Only the ``first`` of several
+    processes touches it.
 
     Raises:
         ValueError: What is there is no run's, or the run's settings or pairs were others.
@@ -101,10 +102,12 @@ def working_folder(working: Path, start: dict[str, Any], *, first: bool) -> Iter
         yield checkpoint
     except BaseException as error:
         last = get_last_checkpoint(str(working))
-        if last is None:
+        if last is None and not _is_whole(working):
             shutil.rmtree(working, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             kept = f"{last} stays, --resume goes on from it" if last else "there was no checkpoint yet, nothing stays"
+            if _is_whole(working):
+                kept = f"the trained model is in {working / 'model'}"
             raise KeyboardInterrupt(f"interrupted; {kept}") from None
         raise
     finally:
@@ -128,7 +131,13 @@ def write_model(model: SentenceTransformer, record: dict[str, Any], working: Pat
             shutil.copytree(working / "runs", folder / "runs")  # TensorBoard's
         publish(folder, output)
     except Exception as error:  # Also safetensors' own one for a full disk.
-        raise OSError(f"cannot write the model {output}: {error}") from error
+        where = f". It is trained, and whole in {folder}: move it from there" if _is_whole(working) else ""
+        raise OSError(f"cannot write the model {output}: {error}{where}") from error
+
+
+def _is_whole(working: Path) -> bool:
+    """Whether the trained model lies there; its record is written after its weights."""
+    return (working / "model" / RECORD).is_file()
 
 
 def _write_json(path: Path, content: Any) -> None:

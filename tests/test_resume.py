@@ -114,9 +114,35 @@ def test_removing_an_old_checkpoint_takes_its_name_first(
     assert set(seen) == {"writing"}
 
 
-def test_nothing_to_resume_is_said(settings: dict, capsys: pytest.CaptureFixture) -> None:
-    train(TrainConfig(**settings, max_steps=1, resume=True))
+@pytest.mark.parametrize("begun", [False, True])
+def test_nothing_to_resume_is_said(settings: dict, capsys: pytest.CaptureFixture, begun: bool) -> None:
+    settings |= {"max_steps": 1, "resume": True}
+    if begun:  # a kill before the first checkpoint
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_folder.shutil, "rmtree", lambda *args, **kwargs: None)
+            die_at(patch, 1)
+            with pytest.raises(KeyboardInterrupt):
+                train(TrainConfig(**settings))
+        capsys.readouterr()
+    train(TrainConfig(**settings))
     assert "nothing to resume in" in capsys.readouterr().err
+
+
+def test_a_trained_model_that_cannot_take_its_place_stays(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output, original = Path(settings["output"]), run_folder._card
+    output.mkdir()  # empty, which is allowed
+
+    def card(*args: Any) -> str:
+        (output / "train.log").write_text("somebody else's, written meanwhile")
+        return original(*args)
+
+    monkeypatch.setattr(run_folder, "_card", card)
+    with pytest.raises(OSError, match=r"cannot write the model .*It is trained, and whole in .*out\.partial/model:"):
+        train(TrainConfig(**settings | {"max_steps": 1, "save_steps": 0}))
+    assert (output / "train.log").exists()
+    assert load_aggretriever(tmp_path / "out.partial" / "model").encode("a dog").any()
 
 
 def test_a_run_ends_in_the_same_words_after_settings_were_added(settings: dict) -> None:
