@@ -125,11 +125,11 @@ class TrainConfig:
         "pairs in a step of each process, at least 2; all their passages serve as negatives", 32, least=2
     )
     learning_rate: float | None = _option(
-        "peak learning rate", shown="5e-6, or 1e-4 for backbones under 20 M parameters", above=0
+        "peak learning rate", shown="5e-6, or 1e-4 for backbones under 20 M parameters and adapters", above=0
     )
     head_learning_rate: float | None = _option(
         "peak learning rate of all modules but the encoder",
-        shown="learning_rate; for backbones under 20 M parameters with new heads ten times that",
+        shown="learning_rate; new heads on backbones under 20 M parameters or with adapters ten times that",
         above=0,
     )
     term_weight_learning_rate: float | None = _option("that of the term weight", shown="head_learning_rate", above=0)

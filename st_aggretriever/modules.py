@@ -1192,9 +1192,14 @@ class _QuantisedDecoder:
         return logits if self.bias is None else logits.add_(self.bias[ids])
 
 
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """Changes when the numbers do: an optimiser's step, other weights loaded, another dtype."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int, float]:
+    """Changes when the numbers do: an optimiser's step, other weights loaded, another dtype.
+
+    What is written through ``.data``, as averages of weights often are, isn't counted: a few numbers are looked at.
+    """
+    flat = tensor.detach().flatten()
+    sample = flat[:: max(1, len(flat) // 256)].double()
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, float(sample.sum())
 
 
 def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:

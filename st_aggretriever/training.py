@@ -76,8 +76,6 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     }
     if finished:
         return load_finished(start, output, first=is_first())
-    if config.resume and not working.exists():
-        say(f"nothing to resume in {working}, a new run starts")
     data, evaluator = _development_set(config, data, evaluator)
     if len(data) < config.batch_size * processes():
         together = "" if processes() == 1 else f" for {processes()} processes"
@@ -91,6 +89,8 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     data, taught_by = _teach(config, resolved, data, args)
     with working_folder(working, start, first=is_first()) as checkpoint:
         trainer = _trainer(config, resolved, model, data, args, evaluator)
+        if config.resume and checkpoint is None:
+            say(f"nothing to resume in {working}, a new run starts")
         _say_start(config, resolved, is_new, len(data), checkpoint)
         began = time.monotonic()
         trainer.fit(checkpoint)
@@ -262,6 +262,7 @@ def starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
         )
     else:
         model = load_aggretriever(config.model)
+        _set_exact(config.model, model)
     bad = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
     if bad:
         raise ValueError(
@@ -274,6 +275,15 @@ def starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
     if config.lora_rank:
         _adapt(model, config.lora_rank, config.seed)
     return model, is_new
+
+
+def _set_exact(name: str, model: SentenceTransformer) -> None:
+    """Leave a head's quantisation out, which has no gradient."""
+    for module in model:
+        quantize = getattr(module, "quantize", "none")
+        if quantize != "none":
+            module.quantize = "none"  # type: ignore[assignment]
+            say(f"{name} has quantize={quantize!r}, which has no gradient: it is trained, and saved, with 'none'")
 
 
 def _check_files(model: str) -> None:
@@ -383,9 +393,11 @@ def _learning_rates(config: TrainConfig, resolved: dict[str, Any], model: Senten
     if encoder.head and config.mlm_head_learning_rate is not None:
         # Beside the encoder inside the masked language model; a tied decoder has the name of the word embeddings.
         rates[rf"^model\.0\.model\.(?!{encoder.model.base_model_prefix}\.)"] = "mlm_head_learning_rate"
-    return {
-        pattern: resolved[name] for pattern, name in rates.items() if any(re.search(pattern, key) for key in trained)
-    }
+    found = {pattern: name for pattern, name in rates.items() if any(re.search(pattern, key) for key in trained)}
+    for name in ("term_weight_learning_rate", "mlm_head_learning_rate"):
+        if getattr(config, name) is not None and name not in found.values():
+            raise ValueError(f"train: {name} has nothing to act on, the model has no such weights. Leave it out.")
+    return {pattern: resolved[name] for pattern, name in found.items()}
 
 
 def _arguments(

@@ -168,6 +168,29 @@ def test_winners_are_looked_up_under_every_slice_rule() -> None:
             torch.testing.assert_close(found, 2 * agg.aggregate(ids))
 
 
+@pytest.mark.parametrize("quantize", BITS)
+def test_the_copy_follows_weights_that_are_changed_past_autograd(folder: str, quantize: str) -> None:
+    model, fresh = build(folder, quantize), build(folder, quantize)
+    model.encode(TEXTS)
+    for changed in (model, fresh):
+        weight = changed[0].model.get_output_embeddings().weight
+        weight.data.mul_(0.5)
+    assert np.array_equal(model.encode(TEXTS), fresh.encode(TEXTS))
+
+
+def test_training_goes_on_from_a_quantised_model_without(
+    folder: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(folder, "int8").save_pretrained(str(tmp_path / "m"))
+    settings = ["--max-steps", "1", "--batch-size", "4", "--device", "cpu", "--no-report"]
+    arguments = ["--model", str(tmp_path / "m"), "--pairs", pairs, "--output", str(tmp_path / "out"), *settings]
+    assert main(["train", *arguments]) == 0
+    assert (
+        "has quantize='int8', which has no gradient: it is trained, and saved, with 'none'" in capsys.readouterr().err
+    )
+    assert load_aggretriever(tmp_path / "out")[1].quantize == "none"
+
+
 def test_training_with_a_quantised_head_is_refused(folder: str) -> None:
     model = build(folder, "int8")
     features = model.preprocess(TEXTS)

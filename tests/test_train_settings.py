@@ -105,6 +105,9 @@ def bad_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield {"model": folder / "absent"}, "absent"
     yield {"lexical_dim": VOCAB_SIZE}, f"lexical_dim must be at most V // 2 = {VOCAB_SIZE // 2}, got {VOCAB_SIZE}"
     yield {"pooling": "max"}, "pooling must be one of"
+    nothing = "has nothing to act on, the model has no such weights"
+    yield {"pooling": "cls", "mlm_head_learning_rate": 1e-3}, f"mlm_head_learning_rate {nothing}"
+    yield {"pooling": "cls", "term_weight_learning_rate": 1e-3}, f"term_weight_learning_rate {nothing}"
     yield {"precision": "fp16"}, "precision must be fp32 or bf16 without a GPU"
 
 
