@@ -14,7 +14,6 @@ import numpy as np
 from tqdm import tqdm
 
 from st_aggretriever.folding import Folded, lexical_part, unfoldable_texts
-from st_aggretriever.modules import _valid_unicode
 from st_aggretriever.search.exact import check_vectors
 
 logger = logging.getLogger(__name__)
@@ -175,6 +174,11 @@ def prompt_of(model: Any, side: str) -> str:
     return prompts.get(name) or ""
 
 
+def valid_unicode(text: str) -> str:
+    """The text with U+FFFD for a lone surrogate, as an Aggretriever's encoder reads it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def count_truncated(model: Any, texts: Sequence[str], side: str, *, prompt: str | None = None) -> int | None:
     """How many texts are longer, with prompt and special tokens, than what the model reads; None if that is unknown.
 
@@ -193,7 +197,7 @@ def count_tokens(model: Any, texts: Sequence[str], side: str, *, prompt: str | N
     if prompt is None:
         prompt = prompt_of(model, side)
     tokens = model.tokenizer(
-        [_valid_unicode(prompt + text) for text in texts],
+        [valid_unicode(prompt + text) for text in texts],
         truncation=False,
         padding=False,
         return_attention_mask=False,

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from st_aggretriever.encoding import prompt_of
+from st_aggretriever.encoding import prompt_of, valid_unicode
 from st_aggretriever.fold import fold_lexical
 from st_aggretriever.folding import Around, LexicalPart, need_lexical_part, refuse_unfoldable, unfoldable_texts
-from st_aggretriever.modules import _valid_unicode
 
 CLS_CHOICES = ("first", "mean")
 
@@ -142,7 +141,7 @@ def _head_length(model: Any, prompt: str) -> int:
 
 def _windows_of(model: Any, text: str, head: int, window: int, overlap: int) -> Iterator[list[int]]:
     """The token ids of each window of a text (its prompt before it), special tokens included."""
-    ids = model.tokenizer(_valid_unicode(text), truncation=False, padding=False, verbose=False)["input_ids"]
+    ids = model.tokenizer(valid_unicode(text), truncation=False, padding=False, verbose=False)["input_ids"]
     tail = int(model[0].suffix_length)
     room = window - head - tail
     if not 0 <= overlap < room:

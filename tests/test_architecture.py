@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "encoding": {"folding", "search", "vectors"},
     "bulk": {"atomic", "encoding", "search", "vectors"},
     "ray_engine": {"bulk", "search", "vectors"},
-    "windows": {"encoding", "fold", "folding", "modules"},
+    "windows": {"encoding", "fold", "folding"},
     "convert": {"modules"},
     "graft": {"modules"},
     "model": {"modules", "convert", "graft"},

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from st_aggretriever.encoding import Encoder, model_hash
-from st_aggretriever.explain.texts import valid_unicode
+from st_aggretriever.encoding import Encoder, model_hash, valid_unicode
 from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.readers.text import id_of, join_title, read_jsonl, read_lines, text_of
 from st_aggretriever.search.exact import search

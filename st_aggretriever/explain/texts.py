@@ -15,7 +15,7 @@ from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from st_aggretriever.encoding import length_limit, prompt_of
+from st_aggretriever.encoding import length_limit, prompt_of, valid_unicode
 from st_aggretriever.search.exact import check_vectors
 
 TILE_BYTES = 32 * 2**20  # of logits at a time
@@ -208,11 +208,6 @@ def explain_texts(
     if vectors is not None:
         found = _with_stored(found, np.asarray(vectors), tolerance)
     return found
-
-
-def valid_unicode(text: str) -> str:
-    """The text with U+FFFD for a lone surrogate, as the encoder reads it."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class _Explainer:
