@@ -1,6 +1,7 @@
 """benchmarks/paper: tables resume, share encodings, print their JSON, and judge findings as they say."""
 
 import dataclasses
+import gzip
 import json
 import re
 import sys
@@ -275,7 +276,7 @@ def test_rows_of_one_model_share_its_encoding(twice: Any, small: Any) -> None:
 
 def test_every_number_of_a_table_is_its_json(paper: SimpleNamespace, twice: Any) -> None:
     results = [twice.home / "results", PAPER / "results"]
-    others = ("costs-", "setting-")
+    others = ("costs-", "setting-", "pretraining-")
     found = [path for folder in results for path in sorted(folder.glob("*-*.json"))]
     tables = [path for path in found if not path.name.startswith(others)]
     assert tables
@@ -330,6 +331,51 @@ def test_dev_and_test_passages_are_in_no_training_pair(paper: SimpleNamespace, t
     half = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.5, twice.again.work).read_text().splitlines()
     quarter = paper.data.pairs_file(prepared, twice.again.scale, "all", 0.25, twice.again.work).read_text().splitlines()
     assert set(quarter) < set(half) < set((prepared / "train-all.jsonl").read_text().splitlines())
+
+
+def test_the_caveat_quotes_the_counted_overlap_with_the_pretraining(paper: SimpleNamespace) -> None:
+    counted = json.loads((PAPER / "results" / "pretraining-overlap.json").read_text())
+    numbers = [(found["in the pretraining"], found["judged pairs"]) for found in counted.values()]
+    for text in (paper.scales.MINI.caveat, (PAPER / "README.md").read_text()):
+        quoted = re.search(r"(\d+) of the (\d+)\s+judged pairs of the held-out test and (\d+) of the (\d+)", text)
+        assert quoted
+        assert [tuple(map(int, quoted.groups()[:2])), tuple(map(int, quoted.groups()[2:]))] == numbers
+
+
+def test_a_pair_is_seen_if_its_record_starts_in_a_block_that_was_trained(
+    paper: SimpleNamespace, tmp_path: Path
+) -> None:
+    overlap = paper.pretraining_overlap
+    pairs = [{"query": f"which {n}?", "passage": f"number {n} is it", "title": "T"} for n in range(60)]
+    with gzip.open(tmp_path / "few.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(pair) + "\n" for pair in pairs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        example = overlap.pretraining()
+    words = [str(tmp_path / "few.jsonl.gz"), "--output", str(tmp_path / "out"), "--block", "12"]
+    (source,) = example.read_sources(example.parse_arguments(words))
+    assert overlap.trained_records(example, words) == set(source.train)
+    few = overlap.trained_records(example, [*words, "--weight", "few=0.5"])
+    assert few == set(source.train[: len(few)])
+    tokenizer = example.AutoTokenizer.from_pretrained(overlap.asset("mini"))
+    blocks = example.to_blocks(source.train, tokenizer, 12)
+    used = blocks[: round(len(blocks) / 2), 1:-1].ravel()
+    assert len(few) == (used[:-1] == tokenizer.sep_token_id).sum() + 1  # all but a last one are followed by another
+
+    records = overlap.records_of(example, tmp_path / "few.jsonl.gz")
+    assert records["which 7?", "T number 7 is it"] == "which 7? number 7 is it"
+    folder = tmp_path / "judged"
+    paper.data._write_collection(folder, "test", pairs[:40], 40)
+    found = overlap.count(folder, "test", records, {"which 7? number 7 is it", "which 50? number 50 is it"})
+    assert found == {"queries": 40, "judged pairs": 40, "in the pretraining": 1}
+
+
+def test_the_command_that_made_mini_is_read_from_its_readme(paper: SimpleNamespace) -> None:
+    words = paper.pretraining_overlap.command(Path("data"))
+    assert "data/pairs/medquad.jsonl.gz" in words
+    assert "data/text/wikitext2_valid_test.txt.gz" in words
+    assert "medquad=0.7" in words
+    assert not any("TEXTS" in word or "PAIRS" in word or "\\" in word for word in words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
