@@ -45,6 +45,7 @@ def main(make: Make, more: More | None = None, argv: list[str] | None = None) ->
             estimate.measure(runner, table, args.results)
             return None
         print("\n".join(estimate.dry_run(scale, [table], args.results, details=False)), flush=True)
+        print("This is all of it; what is kept or shared with another table is not done again.", flush=True)
         result = fill(runner, table, more)
         with closing(runner.alone("refresh", wait=True)):
             refresh(scale, args.results, result)
@@ -115,13 +116,18 @@ def _figures(runner: Runner, table: Table, names: list[str]) -> dict[str, list[A
     rows = sorted(table.rows, key=lambda row: row.fused)
     found: dict[tuple[str, int], Any] = {}
     left = [(row, seed) for seed in table.seeds for row in rows if row.model.recipe != "bm25" or seed == table.seeds[0]]
+    total = len(left)
     while left:
         busy = []
         for row, seed in left:
+            before = dict(runner.done)
             try:
                 found[row.name, seed] = runner.figures(row, seed, names)
             except BlockingIOError:
                 busy.append((row, seed))
+                continue
+            if runner.done != before:
+                runner.say(f"{table.name}: {len(found)} of {total} rows and seeds, last {row.name}, seed {seed}")
         if len(busy) == len(left):
             time.sleep(WAIT)
         left = busy
