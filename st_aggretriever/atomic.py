@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,28 +15,31 @@ from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, below the limit of a file's size
+
 
 @contextmanager
 def replacing(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file that is written under another name, synced to disk and then renamed; nothing stays after a failure.
 
     Args:
-        path: The final name; an existing file is replaced in one step.
+        path: The final name; an existing file is replaced in one step, behind a symbolic link the file it leads to.
         mode: ``"w"``, text in UTF-8 with ``\\n`` at the ends of lines, or ``"wb"``.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
-        try:
-            opened = temporary.open(mode, **text)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None  # by the name that somebody gave
-        with opened as file:
+        with temporary.open(mode, **text) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # or a power failure could leave the new name with no content
-        temporary.replace(path)
+        temporary.replace(target)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(temporary)):
+            raise  # of another file, or with a sentence of its own
+        raise OSError(error.errno, error.strerror, str(path)) from None  # by the name that somebody gave
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -91,8 +95,8 @@ def check_parent(output: Path) -> None:
     folder = output.absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder of {output} does not exist. Make it first.")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
+    try:  # with a name as long as any that the output has meanwhile
+        tempfile.NamedTemporaryFile(dir=folder, prefix=f".{output.name}.", suffix=".partial").close()
     except OSError as error:
         raise type(error)(f"{output} can't be written ({error.strerror}). Name another output.") from None
 

@@ -1,5 +1,11 @@
 """The command line as a whole: what goes wrong is one sentence and exit code 2, before the work where it can be."""
 
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +14,8 @@ import pytest
 
 from st_aggretriever import atomic, build_aggretriever, cli
 from st_aggretriever.cli import main
+
+SAMPLE = str(Path(cli.__file__).parents[1] / "assets" / "sample")
 
 
 @pytest.mark.parametrize(
@@ -56,8 +64,7 @@ def test_a_device_without_numbers_is_refused(
 def test_a_folder_that_takes_no_file_is_named_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sample = str(Path(cli.__file__).parents[1] / "assets" / "sample")
-    evaluate = ["evaluate", "beir", "--model", "bm25", "--data", sample]
+    evaluate = ["evaluate", "beir", "--model", "bm25", "--data", SAMPLE]
     for more in (["--run", "/proc/x.trec"], ["--output", "/proc/x.json"]):
         assert main([*evaluate, *more]) == 2
         said = capsys.readouterr()
@@ -73,3 +80,98 @@ def test_a_model_out_of_reach_is_named(tiny_bert: str, tmp_path: Path, capsys: p
     for more in (["--model", "nope"], ["--model", tiny_bert, "--mlm-head-from", "nope"]):
         assert main([*train, *more]) == 2
         assert "there is no folder 'nope', and no such model on the Hub in reach" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such files")
+def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for output in ("/dev/null", str(tmp_path / "pipe")):
+        for option in ("--run", "--output"):
+            assert main(["evaluate", "beir", "--model", "bm25", "--data", SAMPLE, option, output, "--overwrite"]) == 2
+            assert f"{output} is no regular file. Name a file." in capsys.readouterr().err
+    assert Path("/dev/null").is_char_device()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "r").write_text("old")
+    (tmp_path / "link").symlink_to(Path("real", "r"))
+    with atomic.replacing(tmp_path / "link") as file:
+        file.write("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "r").read_text() == "new"
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["r"]
+
+
+def test_a_name_too_long_for_its_temporary_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(tmp_path / ("r" * 250))
+    assert main(["evaluate", "beir", "--model", "bm25", "--data", SAMPLE, "--run", name]) == 2
+    said = capsys.readouterr()
+    assert "can't be written (File name too long). Name another output." in said.err
+    assert said.out == ""
+
+
+def test_a_full_disk_is_named_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = tmp_path / "r.trec"
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "fsync", full)
+        assert main(["evaluate", "beir", "--model", "bm25", "--data", SAMPLE, "--run", str(run)]) == 2
+    assert f"no space is left for {run} (No space left on device). Make room" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_a_command_that_is_terminated_cleans_up_as_one_that_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned = []
+
+    def work(_: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(True)
+
+    monkeypatch.setattr(cli, "_parser", lambda: SimpleNamespace(parse_args=lambda _: SimpleNamespace(function=work)))
+    assert main([]) == 143
+    assert cleaned == [True]
+    assert capsys.readouterr().err == "st-aggretriever: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such pipes")
+@pytest.mark.parametrize(("encoding", "read", "code"), [("utf-8", False, 141), ("ascii", True, 0)])
+def test_a_pipe_without_reader_is_no_success_and_one_of_another_encoding_no_failure(
+    encoding: str, read: bool, code: int
+) -> None:
+    """A child, since the streams of this process are pytest's."""
+    script = (
+        "import sys; from types import SimpleNamespace as N; from st_aggretriever import cli\n"
+        "def work(_):\n sys.stdin.read(); print('caf\\u00e9')\n"
+        "cli._parser = lambda: N(parse_args=lambda _: N(function=work))\nsys.exit(cli.main([]))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
+    if not read:
+        child.stdout.close()
+    child.stdin.close()
+    printed = child.stdout.read() if read else b""
+    assert (child.wait(60), child.stderr.read()) == (code, b"")
+    assert printed == (b"caf\\xe9\n" if read else b"")

@@ -198,7 +198,7 @@ def test_existing_file_is_refused_before_any_work(data: Path, tmp_path: Path, na
     assert taken.read_text() != "mine"
     with pytest.raises(FileNotFoundError, match=r"the folder of .* does not exist"):
         evaluate_beir(model, data, **{name: tmp_path / "no" / "file"})
-    with pytest.raises(ValueError, match="run and output are both"):
+    with pytest.raises(ValueError, match="two outputs are both"):
         evaluate_beir(model, data, run=tmp_path / "one", output=tmp_path / "one")
 
 

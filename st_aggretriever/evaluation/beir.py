@@ -326,13 +326,14 @@ def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: 
     """
     paths = [Path(path) for path in (run, output) if path is not None]
     for path in paths:
-        if path.is_dir():
-            raise FileExistsError(f"{path} is a folder. Name a file.")
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"  # a device, a pipe: replaced, it would be gone
+            raise FileExistsError(f"{path} is {kind}. Name a file.")
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists already. Name another file or overwrite it (--overwrite).")
         check_parent(path)
     if len(paths) == 2 and paths[0].resolve() == paths[1].resolve():
-        raise ValueError(f"run and output are both {paths[0]}. Name two files.")
+        raise ValueError(f"two outputs are both {paths[0]}. Name two files.")
 
 
 def format_result(result: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
@@ -13,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import FULL, replacing
 from st_aggretriever.vectors.manifest import DTYPES, ids_hash, read_record
 from st_aggretriever.vectors.parquet import read_parquet, rows_of_parquet, write_parquet
 
@@ -178,7 +177,7 @@ def said_if_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise OSError(
             f"no space is left for {folder} ({error.strerror}). Its finished blocks are kept: make room and run the"
