@@ -102,12 +102,20 @@ def check_parent(output: Path) -> None:
 
 
 def lock_folder(folder: Path) -> IO[Any]:
+    """The lock of a folder that one process writes, see :func:`lock_file`."""
+    return lock_file(folder / ".lock", f"another process is writing {folder}")
+
+
+def lock_file(path: Path, busy: str) -> IO[Any]:
     """The open file whose lock this process now holds; it ends when that is closed, or with the process.
+
+    Args:
+        busy: What to say where another process holds it.
 
     Raises:
         BlockingIOError: Another one holds it.
     """
-    file = (folder / ".lock").open("w")
+    file = path.open("w")
     try:
         import fcntl
     except ImportError:  # Windows: no lock
@@ -116,9 +124,7 @@ def lock_folder(folder: Path) -> IO[Any]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise BlockingIOError(
-            f"another process is writing {folder}. Wait until it has ended, or name another output."
-        ) from None
+        raise BlockingIOError(f"{busy}. Wait until it has ended, or name another output.") from None
     except OSError as error:  # a file system that knows no locks
-        logger.warning("%s: no lock here (%s). Don't let two processes write it.", folder, error.strerror)
+        logger.warning("%s: no lock here (%s). Don't let two processes write it.", path.parent, error.strerror)
     return file

@@ -5,6 +5,7 @@ import http.server
 import io
 import json
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from st_aggretriever import build_aggretriever
+from st_aggretriever.atomic import lock_file
 from st_aggretriever.cli import main
 from st_aggretriever.evaluation import beir_sets, download, evaluator, suite
 from st_aggretriever.evaluation.beir import evaluate_beir
@@ -177,6 +179,23 @@ def test_interrupted_download_goes_on(server: Server, tmp_path: Path, monkeypatc
     assert server.ranges == [None, f"bytes={kept}-"]
 
 
+def test_what_another_process_fetches_is_waited_for_and_taken(server: Server, tmp_path: Path) -> None:
+    said: list[str] = []
+    held = lock_file(tmp_path / ".tiny.lock", "busy")
+    thread = threading.Thread(target=fetch, args=("tiny", tmp_path), kwargs={"say": said.append})
+    thread.start()
+    while not said:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    assert said == [f"tiny: another process is fetching it into {tmp_path}, waiting for it"]
+    (tmp_path / "tiny").mkdir()  # by that process
+    held.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (server.ranges, len(said)) == ([], 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
 def test_download_that_was_complete_but_not_yet_named_is_checked_not_fetched_again(
     server: Server, tmp_path: Path
 ) -> None:
@@ -255,6 +274,25 @@ def test_sets_are_evaluated_once_and_parts_count_as_their_mean(server: Server, t
     table = "\n".join(format_sets(summary))
     assert "left out, a licence is needed: robust04" in table
     assert "mean" in table
+
+
+def test_runs_of_another_evaluation_are_not_replaced_and_missing_ones_are_said(server: Server, tmp_path: Path) -> None:
+    data, runs = tmp_path / "data", tmp_path / "runs"
+    evaluate_sets(None, ["tiny"], tmp_path / "one", data=data, runs=runs)
+    before = (runs / "tiny.trec").read_text()
+    (runs / "tiny.trec").write_text("another model's")
+    with pytest.raises(FileExistsError, match=r"tiny\.trec is there, but no figures for it in .*two\. Name another"):
+        evaluate_sets(None, ["forums", "tiny"], tmp_path / "two", data=data, runs=runs)
+    assert (runs / "tiny.trec").read_text() == "another model's"
+    assert not (data / "forums").exists()
+
+    (runs / "tiny.trec").unlink()
+    said: list[str] = []
+    evaluate_sets(None, ["tiny"], tmp_path / "one", data=data, runs=runs, say=said.append)
+    assert f"without its run: remove it to have {runs / 'tiny.trec'} written" in said[0]
+    (tmp_path / "one" / "tiny.json").unlink()
+    evaluate_sets(None, ["tiny"], tmp_path / "one", data=data, runs=runs)
+    assert (runs / "tiny.trec").read_text() == before
 
 
 def test_figures_of_another_model_or_setting_are_not_taken(server: Server, tmp_path: Path, tiny_bert: str) -> None:

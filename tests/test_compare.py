@@ -196,6 +196,18 @@ def test_weight_is_tuned_on_dev_queries_only() -> None:
         tune_weight([good, bad], {"4": {"b": 1}}, test_queries=["4"])
 
 
+def test_a_dev_document_of_its_querys_id_counts_where_they_are_numbered_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good, bad = {"4": {"4": 1.0, "a": 0.0}}, {"4": {"a": 1.0, "4": 0.0}}
+    weight, figures = tune_weight([good, bad], {"4": {"4": 1}}, drop_identical_ids=False)
+    assert (weight, figures["0.55"]) == (0.55, 1.0)  # at 0.5 both score 0.5, and "a" stands first by its id
+    assert not caplog.records
+    weight, figures = tune_weight([good, bad], {"4": {"4": 1}})
+    assert (weight, set(figures.values())) == (0.5, {0.0})
+    assert "1 are left out for having their query's id though judged relevant" in caplog.text
+
+
 def test_fuse_command(data: Path, runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "fused"
     fuse = ["fuse", *runs[:2], "--output", str(output), "--overwrite"]
@@ -209,7 +221,8 @@ def test_fuse_command(data: Path, runs: list[str], tmp_path: Path, capsys: pytes
     assert f"weight of {runs[0]}: 0.5" in capsys.readouterr().out  # b stands first by its id at 0.5, and below
     for wrong, sentence in (
         (["--method", "convex"], "convex takes either --weight"),
-        (["--weight", "0.5"], "rrf has no weight"),
+        (["--weight", "0.5"], "rrf has no weight; leave --weight out"),
+        (["--dev-ids-reused", "--dev-split", "x"], "rrf has no weight; leave --dev-split, --dev-ids-reused out"),
         (["--method", "convex", "--weight", "0.5", "--dev-runs", *dev], "--weight needs no dev set"),
         (["--method", "convex", "--weight", "2"], "weight must be between 0 and 1"),
         ([*tune, "--dev-split", "test"], "3 dev queries, '1' among them"),
@@ -218,4 +231,4 @@ def test_fuse_command(data: Path, runs: list[str], tmp_path: Path, capsys: pytes
         assert main([*fuse, *wrong]) == 2
         assert sentence in capsys.readouterr().err
         assert output.read_bytes() == before
-    assert main([*fuse, *tune, "--dev-split", "test", "--dev-ids-reused"]) == 0
+    assert main([*fuse, *tune, "--dev-split", "test", "--dev-ids-reused", "--keep-identical-ids"]) == 0

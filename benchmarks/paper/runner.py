@@ -367,7 +367,7 @@ class Runner:
     def _fusion_weight(self, row: Row, seed: int) -> float:
         dev = self.scale.dev
         ranked = [self._ranked(row, seed, dev), self._bm25(dev)]
-        return tune_weight(ranked, self._judged(dev)[1])[0]
+        return tune_weight(ranked, self._judged(dev)[1], drop_identical_ids=False)[0]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Rankings

@@ -371,9 +371,12 @@ def add_fuse(commands: argparse._SubParsersAction) -> None:
     fuse.add_argument("--weight", type=float, metavar="W", help="of the first run, 0 to 1")
     fuse.add_argument("--dev-runs", nargs=2, metavar="RUN", help="the same two systems' runs of the dev queries")
     fuse.add_argument("--dev-data", metavar="FOLDER", help="BEIR folder of the dev queries")
-    fuse.add_argument("--dev-split", default="dev", help="which qrels of it (default: %(default)s)")
+    fuse.add_argument("--dev-split", help="which qrels of it (default: dev)")
     fuse.add_argument(
         "--dev-ids-reused", action="store_true", help="dev queries are others though their ids occur in the runs"
+    )
+    fuse.add_argument(
+        "--keep-identical-ids", action="store_true", help="keep a dev document whose id is the query's, while tuning"
     )
     fuse.set_defaults(function=_fuse)
 
@@ -388,10 +391,12 @@ def _fuse(args: argparse.Namespace) -> None:
     tuned = args.dev_runs is not None and args.dev_data is not None
     if args.method == "convex" and tuned == (args.weight is not None):
         raise ValueError("fuse: convex takes either --weight, or --dev-runs and --dev-data to tune it.")
-    if args.weight is not None and (args.dev_runs or args.dev_data or args.dev_ids_reused):
-        raise ValueError("fuse: --weight needs no dev set; leave --dev-runs, --dev-data and --dev-ids-reused out.")
-    if args.method == "rrf" and (args.weight is not None or args.dev_runs or args.dev_data):
-        raise ValueError("fuse: rrf has no weight; leave --weight, --dev-runs and --dev-data out.")
+    about_dev = ("dev_runs", "dev_data", "dev_split", "dev_ids_reused", "keep_identical_ids")
+    given = [f"--{name.replace('_', '-')}" for name in about_dev if getattr(args, name)]
+    if args.weight is not None and given:
+        raise ValueError(f"fuse: --weight needs no dev set; leave {', '.join(given)} out.")
+    if args.method == "rrf" and (args.weight is not None or given):
+        raise ValueError(f"fuse: rrf has no weight; leave {', '.join(given or ['--weight'])} out.")
     runs = [read_run(path) for path in args.runs]
     if args.method == "rrf":
         fused = fuse_rrf(runs, top_k=args.top_k)
@@ -399,9 +404,10 @@ def _fuse(args: argparse.Namespace) -> None:
         weight = args.weight
         if tuned:
             dev = [read_run(path) for path in args.dev_runs]
-            qrels = read_collection(args.dev_data, args.dev_split, ids_in_run=False).qrels
+            qrels = read_collection(args.dev_data, args.dev_split or "dev", ids_in_run=False).qrels
             test_queries = () if args.dev_ids_reused else [query for run in runs for query in run]
-            weight, figures = tune_weight(dev, qrels, test_queries=test_queries)
+            keep = args.keep_identical_ids
+            weight, figures = tune_weight(dev, qrels, test_queries=test_queries, drop_identical_ids=not keep)
             print("nDCG@10 on the dev queries: " + ", ".join(f"{key} {value:.4f}" for key, value in figures.items()))
         fused = fuse_convex(runs, weight, top_k=args.top_k)
         print(f"weight of {args.runs[0]}: {weight}")

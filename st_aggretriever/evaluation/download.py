@@ -14,14 +14,15 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import lock_file, replacing
 from st_aggretriever.evaluation.beir_sets import (
     BEIR,
     LICENSED,
@@ -77,11 +78,37 @@ def fetch(
     if (folder / name).exists():
         raise OSError(f"{folder / name} is in the way: it lacks {paths[0].name}. Move it, or complete it.")
     folder.mkdir(parents=True, exist_ok=True)
-    if name in NANO:
-        _fetch_nano(name, folder, hub, say)
-    else:
-        _fetch_zip(BEIR[name], folder, base_url or os.environ.get(URL_VARIABLE) or BEIR_URL, say)
+    with _alone(name, folder, say):
+        if all(path.is_dir() for path in paths):
+            pass  # another process has fetched it meanwhile
+        elif name in NANO:
+            _fetch_nano(name, folder, hub, say)
+        else:
+            _fetch_zip(BEIR[name], folder, base_url or os.environ.get(URL_VARIABLE) or BEIR_URL, say)
     return paths
+
+
+@contextmanager
+def _alone(name: str, folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Wait until no other process fetches the set into this folder, and keep others waiting meanwhile."""
+    path, said = folder / f".{name}.lock", False
+    while True:
+        try:
+            lock = lock_file(path, f"another process is fetching {name} into {folder}")
+        except BlockingIOError:
+            if not said:
+                say(f"{name}: another process is fetching it into {folder}, waiting for it")
+            said = True
+            time.sleep(WAIT)
+            continue
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            break
+        lock.close()  # of a file that its holder has just removed: others would lock a new one
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _fetch_zip(one: BeirSet, folder: Path, base_url: str, say: Callable[[str], None]) -> None:

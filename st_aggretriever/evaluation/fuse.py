@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from st_aggretriever.evaluation.metrics import Qrels, Run, evaluate_run, mean_figures, rank
+
+logger = logging.getLogger(__name__)
 
 RRF_CONSTANT = 60  # of Cormack, Clarke and Büttcher (SIGIR 2009)
 WEIGHTS = tuple(step / 20 for step in range(21))
@@ -63,7 +66,12 @@ def fuse_convex(runs: Sequence[Run], weight: float, *, top_k: int = 1000) -> dic
 
 
 def tune_weight(
-    runs: Sequence[Run], qrels: Qrels, *, metric: str = "nDCG@10", test_queries: Sequence[str] = ()
+    runs: Sequence[Run],
+    qrels: Qrels,
+    *,
+    metric: str = "nDCG@10",
+    test_queries: Sequence[str] = (),
+    drop_identical_ids: bool = True,
 ) -> tuple[float, dict[str, Any]]:
     """The weight of :func:`fuse_convex` with the best mean figure on a dev set, in steps of 0.05.
 
@@ -73,6 +81,7 @@ def tune_weight(
         runs: Two runs of the dev queries.
         qrels: Their judgements.
         test_queries: Ids of the queries that the weight will be used for.
+        drop_identical_ids: Drop a document whose id is the query's; not where queries and documents are numbered apart.
 
     Returns:
         The weight, and the figure of every weight.
@@ -86,7 +95,17 @@ def tune_weight(
             f"tune_weight: {len(shared)} dev queries, {shared[0]!r} among them, are queries of the runs to be fused."
             " Tune on others."
         )
-    figures = {weight: mean_figures(evaluate_run(qrels, fuse_convex(runs, weight)))[metric] for weight in WEIGHTS}
+    relevant = sum(grades.get(query, 0) > 0 for query, grades in qrels.items())
+    if drop_identical_ids and relevant:
+        logger.warning(
+            "of the dev documents %d are left out for having their query's id though judged relevant to it. If queries"
+            " and documents are numbered apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
+            relevant,
+        )
+    figures = {}
+    for weight in WEIGHTS:
+        scored = evaluate_run(qrels, fuse_convex(runs, weight), drop_identical_ids=drop_identical_ids)
+        figures[weight] = mean_figures(scored)[metric]
     best = max(figures.values())
     return min((weight for weight in WEIGHTS if figures[weight] == best), key=lambda weight: abs(weight - 0.5)), {
         f"{weight:.2f}": figure for weight, figure in figures.items()

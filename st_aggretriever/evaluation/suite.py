@@ -65,6 +65,7 @@ def evaluate_sets(
 
     Raises:
         ValueError: Unknown names, BEIR beside NanoBEIR, or ``output`` holds figures of another model or setting.
+        FileExistsError: ``runs`` holds the run of a set whose figures are not in ``output``.
         OSError: A set can't be downloaded; the figures of those before it stay.
     """
     names = check_names(names)
@@ -92,18 +93,26 @@ def evaluate_sets(
     for name in wanted:  # before hours of work: nothing of another model lies there
         for part in folders_of(name):
             _check_same(output / f"{_flat(part)}.json", setting)
+            run = _run_file(runs, part)
+            if run is not None and run.exists() and not (output / f"{_flat(part)}.json").exists():
+                raise FileExistsError(
+                    f"{run} is there, but no figures for it in {output}. Name another --run, or remove it."
+                )
     figures: dict[str, dict[str, float]] = {}
     rules: list[str] = []
     for name in wanted:
         rows = {}
         for path, part in zip(fetch(name, data, say=say), folders_of(name), strict=True):
             target = output / f"{_flat(part)}.json"
+            run = _run_file(runs, part)
             if target.exists():
                 _check_same(target, {"data": data_checksums(path, split_of(name))})
-                say(f"{part}: {target} is there already")
+                lacking = run is not None and not run.exists()
+                without = f", without its run: remove it to have {run} written" if lacking else ""
+                say(f"{part}: {target} is there already{without}")
             else:
                 options: dict[str, Any] = {"split": split_of(name), "top_k": top_k, "output": target, "overwrite": True}
-                options["run"] = Path(runs) / f"{_flat(part)}.trec" if runs else None
+                options["run"] = run
                 options["drop_identical_ids"] = name not in NUMBERED_APART
                 if model is None:
                     evaluate_bm25(path, **options)
@@ -197,6 +206,10 @@ def _say_counts(path: Path, counts: Mapping[str, int], expected: Any, say: Calla
 
 def _flat(part: str) -> str:
     return part.replace("/", "-")
+
+
+def _run_file(runs: str | Path | None, part: str) -> Path | None:
+    return None if runs is None else Path(runs, f"{_flat(part)}.trec")
 
 
 def _check_same(path: Path, now: Mapping[str, Any]) -> None:
