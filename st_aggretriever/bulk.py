@@ -172,7 +172,10 @@ class BlockEncoder:
         parts: dict[int, np.ndarray] = {}
         for place in places:
             if any(not process.is_alive() for process in self._processes):
-                raise error
+                raise OSError(
+                    f"a process that encodes has died, perhaps for want of memory ({_short(error)}). Finished blocks"
+                    " are kept: run the same command again, with fewer --workers or a smaller --batch-size."
+                ) from error
             try:
                 parts[place] = self.encoder.encode([rows[place][1]], self.side)[0]
             except Exception as alone:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,28 @@ def test_empty_texts_are_taken_as_evaluate_takes_them_but_not_silently(
     assert [record.getMessage() for record in caplog.records] == [
         f"empty texts (null or blanks), encoded as such: 3, the first in {path} line 2"
     ]
+
+
+def test_a_file_that_is_changed_after_the_scan_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.tsv", tmp_path / "b.tsv"]
+    for path in paths:
+        path.write_text(f"{path.stem}1\tone\n{path.stem}2\ttwo\n")
+    corpus = Corpus(*paths)
+    corpus.scan(2)
+    paths[1].write_text("b1\tsix\nb2\tten\n")  # as long as before
+    os.utime(paths[1], ns=(1, 1))
+    assert corpus.read(0).rows == [("a1", "one"), ("a2", "two")]
+    with pytest.raises(ValueError, match=r"b\.tsv was changed while it was being read\. Put it back"):
+        corpus.read(1)
+    corpus.scan(2)
+    assert corpus.read(1).rows == [("b1", "six"), ("b2", "ten")]
+
+
+def test_ids_that_no_run_can_hold_are_said_before_the_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"_id": key, "text": "x"}) + "\n" for key in ("a", "b c", "d", "e\tf")))
+    Corpus(path).scan(10)
+    assert f"search can't write to a run: 2, first in {path} line 2" in caplog.text
 
 
 def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:

@@ -379,6 +379,17 @@ def test_merge_refuses_a_damaged_shard_and_goes_on_once_it_is_mended(tmp_path: P
     assert files(merge_shards([shards], tmp_path / "v").folder) == files(tmp_path / "whole")
 
 
+def test_merge_follows_blocks_that_are_links(tmp_path: Path) -> None:
+    shards = encode_shards(tmp_path / "shards")
+    (tmp_path / "elsewhere").mkdir()
+    for block in (shards / "shard-00001-of-00002").glob("block-*"):
+        block.rename(tmp_path / "elsewhere" / block.name)
+        block.symlink_to(Path("..", "..", "elsewhere", block.name))
+    merged = merge_shards([shards], tmp_path / "v")
+    assert merged.load()[0] == [key for key, _ in ROWS]
+    assert verify(merged) == []
+
+
 def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     shards = encode_shards(tmp_path / "shards", 3)
     names = [f"shard-0000{number}-of-00003" for number in range(3)]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,17 @@ def test_killed_at_every_step_it_goes_on_and_ends_the_same(folders: list[VectorF
     one, two = (search_on_disk(tmp_path / name, folders, QUERIES, 9)[0] for name in ("whole", "v"))
     assert one.ids.tolist() == two.ids.tolist()
     assert not (tmp_path / "v.partial").exists()
+
+
+def test_a_disk_too_full_for_the_codes_is_a_sentence_and_the_parts_stay(
+    folders: list[VectorFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ondisk.shutil, "disk_usage", lambda _: SimpleNamespace(free=ROWS * (2 + 8) - 1))
+        with pytest.raises(OSError, match=r"no space is left for .*v\.partial"):
+            build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "v", part_rows=200)
+    assert list((tmp_path / "v.partial").glob("part-*.faiss"))
+    build_on_disk(folders, "IVF4,PQ4x4", tmp_path / "v", part_rows=200)
 
 
 def test_what_does_not_fit_is_refused(folders: list[VectorFolder], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Encoding by blocks and shards: batches, bad rows, merge, Parquet, search over shards, and the commands."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from folders import ROWS, Letters, encode_shards, files, write_jsonl
 
 from st_aggretriever import bulk
-from st_aggretriever.bulk import Source, encode_to_disk
+from st_aggretriever.bulk import BlockEncoder, Source, encode_to_disk
 from st_aggretriever.cli import main
 from st_aggretriever.readers.corpus import Corpus
 from st_aggretriever.search.retrieve import search_exactly
@@ -114,6 +115,14 @@ def test_a_poisoned_row_is_named_and_fatal_or_left_out(
     assert folder.manifest["skipped"] == 1
     assert "left out: 'y': " in caplog.text
     assert verify(folder) == []
+
+
+def test_a_dead_process_of_the_pool_is_a_sentence() -> None:
+    encoder = BlockEncoder(Letters(poison="bb"), "document", skip_bad=True)
+    encoder._processes = [SimpleNamespace(is_alive=lambda: False)]
+    block = SimpleNamespace(rows=[("y", "abba")], bad=[])
+    with pytest.raises(OSError, match=r"has died, perhaps .* \(index out of range\)\. Finished blocks are kept"):
+        encoder.encode(block)
 
 
 def test_a_collection_of_which_every_text_is_left_out_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_numbers_beyond_float16_are_refused_by_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize("die_after", range(7))
 def test_an_interrupted_encoding_goes_on_and_ends_the_same(tmp_path: Path, die_after: int) -> None:
     whole = encode_to_disk(Letters(), source(), tmp_path / "whole", block_size=2, batch_size=1)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"finished blocks are kept in .*v\.partial, the same command goes on"):
         encode_to_disk(Letters(die_after), source(), tmp_path / "v", block_size=2, batch_size=1)
     assert not (tmp_path / "v").exists()
     with pytest.raises(FileNotFoundError, match="unfinished encoding: run the same encode command again"):
@@ -119,6 +119,14 @@ def test_a_started_folder_goes_on_only_with_the_same_texts_and_settings(tmp_path
     with pytest.raises(ValueError, match="begun with files npy; now it is files parquet"):
         encode_to_disk(Letters(), source(), tmp_path / "v", block_size=2, files="parquet")
     assert sorted(path.name for path in (tmp_path / "v.partial").iterdir()) == before
+
+
+def test_texts_that_became_fewer_are_noticed_before_the_folder_has_its_name(tmp_path: Path) -> None:
+    streams = iter([TEXTS, TEXTS[:5], TEXTS, TEXTS])
+    with pytest.raises(ValueError, match="can't be completed: expected 7 texts, got 5 rows and 0 left out"):
+        encode_to_disk(Letters(), Source("letters", lambda: iter(next(streams))), tmp_path / "v", block_size=2)
+    assert not (tmp_path / "v").exists()
+    assert (tmp_path / "v.partial" / "block-00001.json").exists()
 
 
 def test_a_folder_without_a_blocks_file_is_not_finished(tmp_path: Path) -> None:
@@ -312,5 +320,14 @@ def test_command_prints_the_recall_of_an_approximate_index(
     capsys.readouterr()
     assert main(search_it) == 0
     assert "HNSW4: recall of the exact 4 1.0000, index 0.0 MB" in capsys.readouterr().out
-    assert main([*search_it, "--overwrite", "--index-dtype", "float16"]) == 2
+    assert "searched as" not in capsys.readouterr().out
+    for wrong, sentence in (
+        (["--index-dtype", "float16"], "leave --index-dtype out"),
+        (["--workers", "2"], "leave --workers out"),
+        (["--engine", "ray"], "leave --engine out"),
+        (["--device", "nonsense"], "nonsense"),
+        (["--backend", "torch", "--device", "meta"], "meta"),
+    ):
+        assert main([*search_it, "--overwrite", *wrong]) == 2
+        assert sentence in capsys.readouterr().err
     assert load_queries(tmp_path / "query", VectorFolder(tmp_path / "document"))[0] == ["q", "r"]

@@ -343,6 +343,10 @@ def check_index_options(args: argparse.Namespace) -> None:
         raise ValueError("search: --load-index reads what is in a file already; leave --save-index out.")
     if (args.index_factory or args.load_index) and args.index_dtype:
         raise ValueError("search: an approximate index says itself how numbers are stored; leave --index-dtype out.")
+    if (args.index_factory or args.load_index) and args.workers != 1:
+        raise ValueError("search: --index-factory and --load-index search one folder; leave --workers out.")
+    if (args.index_factory or args.load_index or args.on_disk) and args.engine != "local":
+        raise ValueError("search: an approximate index is searched by this process; leave --engine out.")
     check_outputs(args.run, args.save_index, args.overwrite)
 
 
@@ -370,7 +374,8 @@ def _search(args: argparse.Namespace) -> None:
         for number in range(folder.manifest["blocks"]):
             for key in folder.ids(number):
                 check_run_id("document", key, advice)
-    print(retrieve.describe_search(folders, len(query_ids), args.index_dtype), flush=True)
+    exact = not (args.on_disk or args.index_factory or args.load_index)
+    print(retrieve.describe_search(folders, len(query_ids), args.index_dtype, exact=exact), flush=True)
     if args.on_disk:
         hits = _search_on_disk(args, folders, vectors)
     elif args.index_factory or args.load_index:
@@ -383,7 +388,8 @@ def _search(args: argparse.Namespace) -> None:
         if args.save_index:
             save_index(args.save_index, built, index)
             print(f"index written to {args.save_index}", flush=True)
-        hits, report = search_approximately(index, vectors, args.top_k, built, args.index_parameters)
+        options = {"backend": args.backend, "device": args.device}
+        hits, report = search_approximately(index, vectors, args.top_k, built, args.index_parameters, **options)
         print(
             f"{' '.join([report['factory'], report['parameters']]).strip()}: recall of the exact {hits.ids.shape[1]} "
             f"{report['recall']:.4f}, index {report['bytes'] / 1e6:,.1f} MB, seconds {report['seconds']}"

@@ -100,10 +100,11 @@ class Corpus:
         self.block_size, self._starts, self._stream = block_size, [], None
         digest = hashlib.sha256()
         keys = array("Q")
-        count = empty = 0
-        first = ""
+        count = empty = blanks = 0
+        first = first_blank = ""
         with tqdm(desc="reading", unit="text", disable=None) as bar:
             for number, file in enumerate(self.files):
+                file.note_stamp()
                 offset = file.header
                 for row, raw in enumerate(file.rows(0, offset)):
                     if count % block_size == 0:
@@ -113,6 +114,8 @@ class Corpus:
                         try:
                             key, text = file.parse(raw, row)
                             keys.append(hash_of(key))
+                            if len(key.split()) != 1:
+                                blanks, first_blank = blanks + 1, first_blank or file.where(row)
                             if not text.strip():
                                 empty, first = empty + 1, first or file.where(row)
                         except ValueError:
@@ -125,6 +128,8 @@ class Corpus:
             raise ValueError(f"{self.name} holds no text.")
         if empty:  # as evaluate takes them: a collection may hold empty texts
             logger.warning("empty texts (null or blanks), encoded as such: %d, the first in %s", empty, first)
+        if blanks:
+            logger.warning("ids with blanks, which search can't write to a run: %d, first in %s", blanks, first_blank)
         self._refuse_repeated(np.frombuffer(keys, np.uint64), wanted)
         return count, digest.hexdigest()
 
@@ -132,13 +137,14 @@ class Corpus:
         """The texts of a block after :meth:`scan`; reading one after the other is fastest.
 
         Raises:
-            ValueError: A bad row, unless these are skipped.
+            ValueError: A bad row, unless these are skipped, or a file was changed since the scan.
         """
         start = self._starts[number]
         rows: list[tuple[str, str]] = []
         bad: list[str] = []
         left = self.block_size
         for file in range(start.file, len(self.files)):
+            self.files[file].refuse_changed()
             first, offset = (start.row, start.offset) if file == start.file else (0, self.files[file].header)
             stream = self._seek(file, first, offset)
             row = first
@@ -186,6 +192,7 @@ class _File:
         self.packed: str | None = None
         self.sha256 = ""  # of the uncompressed content, once it was read from the start to the end
         self.header = 0  # bytes before the first row
+        self.stamp: tuple[int, int] | None = None  # size and time of change at the scan
         try:
             with path.open("rb") as file:
                 parquet = file.read(4) == b"PAR1"
@@ -199,6 +206,22 @@ class _File:
             raise ValueError(f"{path}: broken {self.packed} data ({error}). Fetch the file again.") from None
         except (IsADirectoryError, PermissionError) as error:
             raise type(error)(f"{path} can't be read ({error.strerror}).") from None
+
+    def note_stamp(self) -> None:
+        """Remember what tells that the file was changed."""
+        self.stamp = self._stamp()
+
+    def refuse_changed(self) -> None:
+        """Raises ValueError if the file is another than the one that was scanned."""
+        if self.stamp != self._stamp():
+            raise ValueError(
+                f"{self.path} was changed while it was being read. Put it back and run the same command again, or name"
+                " another output."
+            )
+
+    def _stamp(self) -> tuple[int, int]:
+        found = self.path.stat()
+        return found.st_size, found.st_mtime_ns
 
     def _tell_form(self, line: bytes) -> None:
         text = line.removeprefix(b"\xef\xbb\xbf")

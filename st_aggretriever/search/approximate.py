@@ -148,7 +148,14 @@ def _records(folder: VectorFolder) -> Iterator[bytes]:
 
 
 def search_approximately(
-    folder: VectorFolder, query_vectors: np.ndarray, top_k: int, built: Built, parameters: str = ""
+    folder: VectorFolder,
+    query_vectors: np.ndarray,
+    top_k: int,
+    built: Built,
+    parameters: str = "",
+    *,
+    backend: str = "auto",
+    device: str | None = None,
 ) -> tuple[Hits, dict[str, Any]]:
     """The ``top_k`` documents that an approximate index finds, on the CPU, and what it costs.
 
@@ -158,6 +165,7 @@ def search_approximately(
     Args:
         built: See :func:`build_index` and :func:`load_index`.
         parameters: Of the search, for instance ``"nprobe=32"``; they stay with ``built`` until others are given.
+        backend, device: Of the exact search, see :func:`st_aggretriever.search.exact.search`.
 
     Returns:
         Hits, where a query that has fewer than ``top_k`` is filled up with id None and score -inf; and a report:
@@ -174,7 +182,7 @@ def search_approximately(
     started = time.perf_counter()
     scores, positions = faiss_says(built.factory, lambda: index.search(queries, min(top_k, len(built.ids))), parameters)
     found = time.perf_counter()
-    exact = search_exactly(folder, queries, top_k)
+    exact = search_exactly(folder, queries, top_k, backend=backend, device=device)
     done = time.perf_counter()
     names = np.array([*built.ids, None], dtype=object)  # Faiss's position -1, nothing more found, is the last
     hits = Hits(np.where(positions < 0, -np.inf, scores).astype(np.float32), names[positions])

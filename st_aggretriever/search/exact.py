@@ -183,7 +183,9 @@ def check_vectors(ids: Sequence[Any], vectors: np.ndarray, what: str, dim: int |
     if not np.isfinite(np.vdot(vectors, vectors)):
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
-            raise ValueError(f"search: the vector of {what} {ids[bad[0]]!r} is not finite (NaN or infinity).")
+            raise ValueError(
+                f"the vector of {what} {ids[bad[0]]!r} is not finite (NaN or infinity). Look at the model's weights."
+            )
     return vectors
 
 

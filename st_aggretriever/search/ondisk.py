@@ -2,15 +2,17 @@
 
 A folder holds ``index.faiss`` (cells and codebooks), ``lists.ivfdata`` (the codes, memory-mapped), ``ids.bin`` and
 ``ids.npy`` (the documents' ids, and where each begins) and ``manifest.json``, which says last how long each of these
-is. While it is built it is called
-``NAME.partial`` and also holds the trained index and the parts filled so far, so that building goes on where it was
-stopped.
+is. While it is built it is called ``NAME.partial`` and also holds the trained index and the parts filled so far, so
+that building goes on where it was stopped; on disk are all codes twice then.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -299,6 +301,9 @@ def _put_together(partial: Path) -> None:
     inverted = faiss.extract_index_ivf(index)
     data = partial / "lists.ivfdata"
     data.unlink(missing_ok=True)
+    # Faiss maps the file before it is filled: a disk that is full then kills the process.
+    if shutil.disk_usage(partial).free < sum(part.ntotal for part in parts) * (inverted.code_size + 8):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     on_disk = faiss.OnDiskInvertedLists(inverted.nlist, inverted.code_size, str(data))
     total = on_disk.merge_from_multiple(lists.data(), lists.size(), False)
     index.ntotal = inverted.ntotal = total

@@ -13,19 +13,24 @@ from st_aggretriever.vectors.folder import READ_BYTES, VectorFolder, check_compa
 from st_aggretriever.vectors.manifest import counted
 
 
-def describe_search(index: VectorFolder | Sequence[VectorFolder], queries: int, dtype: str | None = None) -> str:
-    """One line on the size of a search, to be printed before it: vectors, bytes on disk and in memory."""
+def describe_search(
+    index: VectorFolder | Sequence[VectorFolder], queries: int, dtype: str | None = None, *, exact: bool = True
+) -> str:
+    """One line on the size of a search, to be printed before it: vectors, bytes on disk and, if exact, in memory."""
     folders = [index] if isinstance(index, VectorFolder) else list(index)
     manifest, dimension = folders[0].manifest, folders[0].dimension
     rows = sum(folder.rows for folder in folders)
     itemsize = np.dtype(dtype or manifest["dtype"]).itemsize
     piece = min(rows * dimension * 4, max(READ_BYTES, manifest["block_size"] * dimension * 4))
     shards = f" in {counted(len(folders), 'folder')}" if len(folders) > 1 else ""
+    searched = (
+        f", searched as {dtype or manifest['dtype']} ({_bytes(rows * dimension * itemsize)}), in pieces of up to "
+        f"{_bytes(piece)}, two in memory"
+    )
     return (
         f"{counted(rows, 'vector')} of {counted(dimension, 'dimension')} by {manifest['model']}{shards}, "
-        f"{_bytes(sum(folder.size for folder in folders))} on disk as {manifest['dtype']}, searched as "
-        f"{dtype or manifest['dtype']} ({_bytes(rows * dimension * itemsize)}), in pieces of up to {_bytes(piece)}, "
-        f"two in memory; {counted(queries, 'query')}"
+        f"{_bytes(sum(folder.size for folder in folders))} on disk as {manifest['dtype']}{searched if exact else ''}; "
+        f"{counted(queries, 'query')}"
     )
 
 

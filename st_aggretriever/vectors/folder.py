@@ -38,6 +38,7 @@ from st_aggretriever.vectors.manifest import (
     FORMAT,
     SUMMED,
     blocks_hash,
+    contradiction,
     counted,
     manifest_hash,
     read_manifest,
@@ -110,8 +111,11 @@ class VectorWriter:
     def __enter__(self) -> VectorWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if kind is KeyboardInterrupt:
+            kept = f"finished blocks are kept in {self.partial}, the same command goes on from there"
+            raise KeyboardInterrupt(f"interrupted; {kept}") from None
 
     def close(self) -> None:
         """End the lock; what is written stays, to go on from."""
@@ -177,6 +181,8 @@ class VectorWriter:
         sums = {name: None if None in values else sum(values) for name, values in counts.items()}
         complete = {**self.manifest, "rows": rows, "blocks": blocks, **sums, "blocks_sha256": blocks_hash(checksums)}
         complete["sha256"] = manifest_hash(complete)
+        if (wrong := contradiction(complete, finished=True)) is not None:
+            raise ValueError(f"{self.partial} can't be completed: {wrong}. Were the texts changed meanwhile?")
         self._write_manifest(complete)
         self.partial.rename(self.folder)
         (self.folder / ".lock").unlink(missing_ok=True)

@@ -118,9 +118,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not of the format {FORMAT!r}, but {_short(manifest.get('format'))}.")
     finished = not manifest.keys().isdisjoint(FINISHED)
     _check(path, manifest, {**_ALWAYS, **(_WHEN_FINISHED if finished else {})}, _PERHAPS)
-    contradiction = _contradiction(manifest, finished)
-    if contradiction:
-        raise ValueError(f"{path} is broken: {contradiction}. Encode again.")
+    if (wrong := contradiction(manifest, finished)) is not None:
+        raise ValueError(f"{path} is broken: {wrong}. Encode again.")
     if manifest.get("sha256", found := manifest_hash(manifest)) != found:
         raise ValueError(f"{path} was changed: its values don't give the checksum in it. Undo that, or encode again.")
     return manifest
@@ -161,7 +160,7 @@ def _check(path: Path, values: Mapping[str, Any], needed: Mapping[str, _Field], 
             )
 
 
-def _contradiction(manifest: Mapping[str, Any], finished: bool) -> str | None:
+def contradiction(manifest: Mapping[str, Any], finished: bool) -> str | None:
     """What can't be true of values each of which could."""
     widths = sum(width for _, width in manifest["parts"])
     if widths != manifest["dimension"]:

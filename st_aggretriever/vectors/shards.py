@@ -215,7 +215,7 @@ def merge_shards(folders: Sequence[str | Path], output: str | Path, *, copy: boo
 def _link(source: Path, target: Path) -> None:
     target.unlink(missing_ok=True)
     try:
-        target.hardlink_to(source)
+        target.hardlink_to(source.resolve())  # of a symbolic link Linux would link the link
     except OSError:  # another file system, or one without links
         _copy(source, target)
 
