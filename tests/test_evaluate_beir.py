@@ -153,7 +153,7 @@ def test_identical_id_leaves_a_full_ranking(tmp_path: Path, caplog: pytest.LogCa
     assert not caplog.records
     (data / "qrels" / "test.tsv").write_text(HEADER + "a\ta\t1\n")
     evaluate_beir(Counter(), data)
-    assert "1 documents were dropped for having their query's id though judged relevant" in caplog.text
+    assert "1 document left out for having the query's id though judged relevant" in caplog.text
 
 
 def test_unknown_documents_lower_the_figures_under_one_warning(data: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,7 +175,7 @@ def test_empty_documents_and_queries_without_order_are_counted_and_warned_of(
     result = evaluate_beir(Counter(), data)
     assert (result["counts"]["empty_documents"], result["counts"]["queries_all_tied"]) == (2, 1)
     assert "2 documents are empty" in caplog.text
-    assert "1 queries score all they found alike" in caplog.text
+    assert "of 1 query all hits have one score" in caplog.text
 
 
 def test_queries_without_relevant_document_count_zero_and_are_counted(data: Path) -> None:

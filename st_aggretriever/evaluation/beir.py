@@ -26,6 +26,7 @@ from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum, find_text
 from st_aggretriever.search.exact import Hits, pick_backend, search
 from st_aggretriever.search.retrieve import rankings_of
+from st_aggretriever.vectors.manifest import counted
 from st_aggretriever.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -263,17 +264,19 @@ def score_hits(
     counts["dropped_identical_ids"] = len(dropped)
     counts["queries_all_tied"] = tied = _all_tied(rankings)
     if tied:
-        logger.warning("%s: %d queries score all they found alike; the order of ids decides.", collection.data, tied)
+        logger.warning(
+            "%s: of %s all hits have one score; the order of ids decides.", collection.data, counted(tied, "query")
+        )
     relevant = sum(collection.qrels[query].get(query, 0) > 0 for query in dropped)
     counts["dropped_though_relevant"] = relevant
     truncated = how.get("truncated", {})
     counts |= {"truncated_queries": truncated.get("query"), "truncated_documents": truncated.get("document")}
     if relevant:
         logger.warning(
-            "%s: %d documents were dropped for having their query's id though judged relevant to it. If queries and"
-            " documents are numbered apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
+            "%s: %s left out for having the query's id though judged relevant to it. If queries and documents are"
+            " numbered apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
             collection.data,
-            relevant,
+            counted(relevant, "document"),
         )
     options: dict[str, Any] = {"drop_identical_ids": drop_identical_ids, "relevance": collection.relevance}
     figures = evaluate_run(collection.qrels, rankings, top_k=top_k, **options)

@@ -17,6 +17,7 @@ from st_aggretriever.evaluation.metrics import evaluate_run, mean_figures, metri
 from st_aggretriever.evaluation.runs import known_queries, read_run
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum
+from st_aggretriever.vectors.manifest import counted
 from st_aggretriever.versions import versions
 
 SHOWN = 3  # passages of each run for a query that changed
@@ -106,7 +107,7 @@ def compare_runs(
             *metric_rules(top_k, drop_identical_ids=drop_identical_ids),
             "paired two-sided t-test; paired randomisation test on the mean difference"
             f" (all sign patterns up to {EXACT_LIMIT} queries, else {resamples:,} resamples, seed {seed})",
-            f"Holm's correction over the {len(pairs)} pairs, each test for itself",
+            f"Holm's correction over {counted(len(pairs), 'pair')}, each test for itself",
         ],
         "per_query": figures,
         "versions": versions(),

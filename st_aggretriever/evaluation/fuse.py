@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from st_aggretriever.evaluation.metrics import Qrels, Run, evaluate_run, mean_figures, rank
+from st_aggretriever.vectors.manifest import counted
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,9 @@ def tune_weight(
     relevant = sum(grades.get(query, 0) > 0 for query, grades in qrels.items())
     if drop_identical_ids and relevant:
         logger.warning(
-            "of the dev documents %d are left out for having their query's id though judged relevant to it. If queries"
-            " and documents are numbered apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
-            relevant,
+            "%s left out for having the query's id though judged relevant to it. If queries and documents are numbered"
+            " apart, keep them: drop_identical_ids=False, --keep-identical-ids.",
+            counted(relevant, "dev document"),
         )
     figures = {}
     for weight in WEIGHTS:

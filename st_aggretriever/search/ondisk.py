@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def build_on_disk(
         folder.check_files()
     partial = partial_of(output)
     claim_partial(partial, FORMAT)
-    with lock_folder(partial), said_if_full(partial):
+    with lock_folder(partial), said_if_full(partial), _kept(partial):
         _begin(partial, manifest)
         if not (partial / "index.faiss").exists():
             if not (partial / "trained.faiss").exists():
@@ -182,6 +183,15 @@ class OnDiskIndex:
             return bytes(self.ids[start:end]).decode("utf-8")
         except UnicodeDecodeError as error:
             raise _damaged(self.path / "ids.bin", str(error)) from None
+
+
+@contextmanager
+def _kept(partial: Path) -> Iterator[None]:
+    """Say at an interruption what it leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {partial} is kept, the same command goes on from there") from None
 
 
 def _damaged(path: Path, reason: str) -> ValueError:
