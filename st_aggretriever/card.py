@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from st_aggretriever.convert import Licence
+from st_aggretriever.readers.text import short_names
 
 QUERY = "who sails a ship?"
 DOCUMENTS = ["The crew sails it across the sea.", "Bread needs yeast."]
@@ -26,7 +27,7 @@ class Statement:
         license: Identifier of the Hub's, for instance ``apache-2.0``; None takes what the folder states.
         license_name, license_link: With the identifier ``other``.
         results: JSON files written by ``evaluate``, or folders of them.
-        data_licences: Name of a file or folder of training data -> its licence.
+        data_licences: Name of a file or folder of training data, as the card has it -> its licence.
         base_model: Hub id of the model that training started from.
         language: Codes, for instance ``en``.
 
@@ -167,14 +168,14 @@ def _training(record: Any, statement: Statement, base: str | None, source: Any) 
         "| data | rows | licence |",
         "|---|---|---|",
     ]
-    named = {Path(str(path)).name: rows for path, rows in pairs.items()}
-    unknown = sorted(set(statement.data_licences) - set(named))
+    names = short_names(pairs)
+    unknown = sorted(set(statement.data_licences) - set(names.values()))
     if unknown:
-        raise ValueError(
-            f"push: {', '.join(unknown)} is none of the training data; these are {', '.join(named) or 'not recorded'}."
-        )
-    for name, rows in named.items():
-        lines.append(f"| {name} | {rows:,} | {statement.data_licences.get(name, 'not stated')} |")
+        known = ", ".join(names.values()) or "not recorded"
+        raise ValueError(f"push: {', '.join(unknown)} is none of the training data; these are {known}.")
+    for path, rows in pairs.items():
+        licence = statement.data_licences.get(names[path], "not stated")
+        lines.append(f"| {names[path]} | {rows:,} | {licence} |")
     settings = {key: value for key, value in {**config, **resolved}.items()
                 if isinstance(value, str | int | float) and not isinstance(value, bool)
                 and key not in ("model", "output", "device") and not os.path.isabs(str(value))}  # fmt: skip

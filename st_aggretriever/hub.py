@@ -22,7 +22,7 @@ from st_aggretriever.convert import Licence, licence_of
 from st_aggretriever.encoding import model_hash
 from st_aggretriever.inspection import failed_checks, inspect_model
 from st_aggretriever.model import load_aggretriever
-from st_aggretriever.readers.text import checksum
+from st_aggretriever.readers.text import checksum, short_names
 
 # Between this process and a fresh one, of the largest number: 0 by the same code, rounding by another version's copy.
 TOLERANCE = 1e-5
@@ -261,16 +261,23 @@ def _refuse_token(path: Path, content: bytes | Path) -> None:
 
 
 def _without_paths(path: Path) -> bytes:
-    """A JSON file with the paths of this machine cut to names: where someone's data lie is nobody's business."""
+    """``train.json`` with the paths of this machine cut to names: where someone's data lie is nobody's business.
+
+    Those of training data are cut to what tells them apart, as in the card.
+    """
+    record = read_json(path)
+    names = short_names(record.get("pairs") or {}) if isinstance(record, dict) else {}
 
     def shorten(value: Any) -> Any:
         if isinstance(value, dict):
             return {shorten(key): shorten(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [shorten(inner) for inner in value]
-        return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+        if isinstance(value, str) and os.path.isabs(value):
+            return names.get(value, Path(value).name)
+        return value
 
-    return (json.dumps(shorten(read_json(path)), indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(shorten(record), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _check_fresh_process(folder: Path, model: Any) -> float:

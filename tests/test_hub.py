@@ -396,3 +396,30 @@ def test_what_must_not_leave_is_refused(folder: Path, same_vectors: None, tmp_pa
     assert "runs/events.out.tfevents.17.some-host.1.0" in plan.left_out
     with pytest.raises(ValueError, match=r"other\.jsonl is none of the training data; these are pairs\.jsonl"):
         hub.plan_push(folder, "me/m", Statement(license="mit", data_licences={"other.jsonl": "mit"}))
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/home/someone/nq/train.jsonl", "/home/someone/tq/train.jsonl"], ["nq/train.jsonl", "tq/train.jsonl"]),
+        (["nq/train.jsonl", "/home/someone/tq/train.jsonl"], ["nq/train.jsonl", "tq/train.jsonl"]),
+        (["/home/someone/a/x/p.tsv", "/home/someone/b/x/p.tsv", "/d/q.tsv"], ["a/x/p.tsv", "b/x/p.tsv", "q.tsv"]),
+    ],
+)
+def test_training_data_of_one_name_stay_apart(
+    folder: Path, same_vectors: None, tmp_path: Path, paths: list[str], names: list[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    record = RECORD | {"pairs": {path: number for number, path in enumerate(paths, start=1000)}}
+    record["config"] = RECORD["config"] | {"pairs": paths}
+    (tmp_path / "m" / "train.json").write_text(json.dumps(record))
+    licences = dict.fromkeys(names[1:], "cc0-1.0")
+    plan = hub.plan_push(tmp_path / "m", "me/m", Statement(license="mit", data_licences=licences))
+    uploaded = json.loads(next(upload.content for upload in plan.uploads if upload.path == "train.json"))
+    assert uploaded["pairs"] == {name: number for number, name in enumerate(names, start=1000)}
+    assert uploaded["config"]["pairs"] == names
+    for number, name in enumerate(names):
+        assert f"| {name} | 1,00{number} | {licences.get(name, 'not stated')} |" in plan.card
+    name = Path(paths[0]).name
+    with pytest.raises(ValueError, match=f"{name} is none of the training data; these are {names[0]}, "):
+        hub.plan_push(tmp_path / "m", "me/m", Statement(license="mit", data_licences={name: "mit"}))

@@ -26,7 +26,7 @@ def add_push(commands: argparse._SubParsersAction) -> None:
         nargs="+",
         default=[],
         metavar="NAME=LICENSE",
-        help="of training data, by the file's or folder's name",
+        help="of training data, by the file's or folder's name; nq/train.jsonl where several are called train.jsonl",
     )
     push.add_argument("--base-model", metavar="ID", help="Hub id of what training started from")
     push.add_argument("--language", nargs="+", default=[], metavar="CODE", help="such as en")

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -189,6 +189,22 @@ def find_text(folder: str | Path, name: str) -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(f"{folder} holds neither {name} nor {name}.gz (or .zst).")
+
+
+def short_names(paths: Iterable[str | Path]) -> dict[str, str]:
+    """Path -> its shortest end that no other path has.
+
+    >>> list(short_names(["data/nq/train.jsonl", "data/tq/train.jsonl", "data/dev.jsonl"]).values())
+    ['nq/train.jsonl', 'tq/train.jsonl', 'dev.jsonl']
+    """
+    parts = {str(path): Path(path).as_posix().split("/") for path in paths}
+    names = {}
+    for path, own in parts.items():
+        others = [other for other in parts.values() if other != own]
+        lengths = range(1, len(own))
+        length = next((n for n in lengths if all(other[-n:] != own[-n:] for other in others)), len(own))
+        names[path] = "/".join(own[-length:])
+    return names
 
 
 def checksum(path: str | Path) -> str:
