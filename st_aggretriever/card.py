@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from st_aggretriever.convert import Licence
+from st_aggretriever.encoding import model_hash
 from st_aggretriever.readers.text import short_names
 
 QUERY = "who sails a ship?"
@@ -60,26 +61,74 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"push: {path} is broken ({error}).") from None
 
 
-def read_results(paths: Sequence[str | Path], wanted: str | None) -> list[dict[str, Any]]:
-    """The results of ``evaluate`` in files and folders, all of the model with this hash."""
+def read_results(paths: Sequence[str | Path], model: Any) -> list[dict[str, Any]]:
+    """The results of ``evaluate`` in files and folders, all of this model, also at other lengths or in fewer bits.
+
+    Returns:
+        What the files hold, each with ``as_saved``: whether the model was measured with its own settings.
+
+    Raises:
+        ValueError: A file of another kind (in a folder these are left out), a folder without any result, figures of
+            another model.
+    """
     results = []
+    own = model_hash(model) if paths else None
     for path in map(Path, paths):
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(f"push: {path} holds no JSON file.")
-        for file in files:
-            result = read_json(file)
-            if not isinstance(result, dict) or "figures" not in result or "model_hash" not in result:
-                if path.is_dir():
-                    continue  # a summary, or another program's
-                raise ValueError(f"push: {file} is no result of evaluate: it has no figures or no model_hash.")
-            if result["model_hash"] != wanted:
+        found = [(file, _read_result(file)) for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+        kept = [(file, result) for file, result in found if _is_result(result)]
+        if not kept:
+            what = "holds no result of evaluate" if path.is_dir() else "is no result of evaluate"
+            raise ValueError(
+                f"push: {path} {what}: expected 'data', 'model_hash' and numbers as 'figures' in its JSON."
+            )
+        for file, result in kept:
+            as_saved = result["model_hash"] == own
+            if not as_saved and result["model_hash"] != _hash_as_measured(model, result.get("encoding") or {}):
                 raise ValueError(
                     f"push: {file} holds the figures of another model ({result.get('model')}, "
-                    f"{str(result['model_hash'])[:12]}), not of this one ({str(wanted)[:12]}). Evaluate this folder."
+                    f"{str(result['model_hash'])[:12]}), not of this one ({str(own)[:12]}). Evaluate this folder."
                 )
-            results.append(result)
+            results.append(result | {"as_saved": as_saved})
     return results
+
+
+def _read_result(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"push: {file} is no JSON: expected what evaluate --output has written, not its run."
+        ) from None
+
+
+def _is_result(value: Any) -> bool:
+    """Whether it has what a card uses: not so a summary, what MTEB's figures stand in, or another program's file."""
+    if not isinstance(value, dict) or "model_hash" not in value or not isinstance(value.get("data"), str):
+        return False
+    figures, encoding, rules = value.get("figures"), value.get("encoding") or {}, value.get("rules") or []
+    return (
+        isinstance(figures, dict)
+        and all(isinstance(figure, int | float) and not isinstance(figure, bool) for figure in figures.values())
+        and isinstance(encoding, dict)
+        and isinstance(encoding.get("windows") or {}, dict)
+        and isinstance(rules, list)
+        and all(isinstance(rule, str) for rule in rules)
+    )
+
+
+def _hash_as_measured(model: Any, encoding: Mapping[str, Any]) -> str | None:
+    """The hash that the model has with the lengths and bits which an evaluation was asked for."""
+    changed = [(model[0], name, encoding.get(name)) for name in ("query_length", "document_length")]
+    changed += [(module, "quantize", encoding.get("quantize") or "none") for module in model]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changed if hasattr(module, name)]
+    try:
+        for module, name, value in changed:
+            if hasattr(module, name):
+                setattr(module, name, value)
+        return model_hash(model)
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def model_card(
@@ -196,32 +245,38 @@ def _evaluation(results: Sequence[Mapping[str, Any]]) -> str:
         values = [result["figures"].get(metric) for metric in metrics]
         shown = " | ".join("" if value is None else f"{value:.4f}" for value in values)
         lines.append(f"| {_result_name(result)} | {shown} |")
-    rules = dict.fromkeys(rule for result in results for rule in result.get("rules", []))
+    rules = dict.fromkeys(rule for result in results for rule in result.get("rules") or [])
     lines += ["", *(f"- {rule}" for rule in rules)]
     return "\n".join(lines)
 
 
 def _result_name(result: Mapping[str, Any]) -> str:
     encoding = result.get("encoding") or {}
-    split = f", {result['split']}" if result.get("split") else ""
-    folded = f", folded to {encoding['folded_to']}" if encoding.get("folded_to") else ""
-    windows = f", in windows of {encoding['windows']['window']}" if encoding.get("windows") else ""
-    length = f", documents of {encoding['document_length']} tokens" if encoding.get("document_length") else ""
-    return f"{Path(str(result['data'])).name}{split}{length}{folded}{windows}"
+    sides = (("queries", encoding.get("query_length")), ("documents", encoding.get("document_length")))
+    lengths = " and ".join(f"{side} of {length}" for side, length in sides if length)
+    parts = [
+        Path(result["data"]).name,
+        result.get("split"),
+        lengths and f"{lengths} tokens",
+        encoding.get("folded_to") and f"folded to {encoding['folded_to']}",
+        encoding.get("windows") and f"in windows of {encoding['windows'].get('window')}",
+        encoding.get("quantize") and f"vocabulary product in {encoding['quantize']}",
+    ]
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _eval_results(results: Sequence[Mapping[str, Any]]) -> list[Any]:
     """For the Hub's own table; of a collection that was measured in several ways only the plain one."""
     from huggingface_hub import EvalResult
 
-    plain = [result for result in results
-             if not any((result.get("encoding") or {}).get(name) for name in ("folded_to", "windows"))]  # fmt: skip
+    plain = [result for result in results if result["as_saved"]
+             and not any((result.get("encoding") or {}).get(name) for name in ("folded_to", "windows"))]  # fmt: skip
     return [
         EvalResult(
             task_type="information-retrieval",
             task_name="Information Retrieval",
-            dataset_type=f"{result.get('benchmark', 'beir')}/{Path(str(result['data'])).name}",
-            dataset_name=Path(str(result["data"])).name,
+            dataset_type=f"{result.get('benchmark', 'beir')}/{Path(result['data']).name}",
+            dataset_name=Path(result["data"]).name,
             dataset_split=result.get("split"),
             metric_type=re.sub(r"\W+", "_", metric).lower(),
             metric_name=metric,

@@ -19,7 +19,6 @@ import numpy as np
 
 from st_aggretriever.card import DOCUMENTS, QUERY, Statement, model_card, read_json, read_results
 from st_aggretriever.convert import Licence, licence_of
-from st_aggretriever.encoding import model_hash
 from st_aggretriever.inspection import failed_checks, inspect_model
 from st_aggretriever.model import load_aggretriever
 from st_aggretriever.readers.text import checksum, short_names
@@ -110,14 +109,14 @@ def plan_push(folder: str | Path, repo_id: str, statement: Statement) -> Plan:
         )
     uploads, left_out = _uploads(folder)
     model = load_aggretriever(folder, device="cpu")
-    difference = _check_fresh_process(folder, model)
-    results = read_results(statement.results, model_hash(model))
+    results = read_results(statement.results, model)
     content = hashlib.sha256("".join(f"{upload.path} {upload.sha256()}\n" for upload in uploads).encode())
     tag = f"model-{content.hexdigest()[:12]}"
     card = model_card(
         folder, repo_id, tag, statement=statement, licence=licence, report=report, results=results, model=model
     )
     uploads = sorted([*uploads, Upload("README.md", card.encode())])
+    difference = _check_fresh_process(folder, model)  # last, as it takes longest
     return Plan(repo_id, uploads, left_out, card, tag, difference)
 
 

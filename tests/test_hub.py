@@ -18,10 +18,11 @@ from huggingface_hub import HfApi, ModelCard
 from sentence_transformers import SentenceTransformer
 from test_convert import castorini
 
-from st_aggretriever import build_aggretriever, card, convert_checkpoint, hub
+from st_aggretriever import build_aggretriever, card, convert_checkpoint, hub, load_aggretriever
 from st_aggretriever.card import Statement
 from st_aggretriever.cli import main
-from st_aggretriever.encoding import model_hash
+from st_aggretriever.encoding import Encoder, model_hash
+from st_aggretriever.evaluation.lengths import set_lengths
 
 TOKEN = "hf_" + "NobodyShallSeeThisOne" * 2
 STATEMENT = Statement(
@@ -423,3 +424,59 @@ def test_training_data_of_one_name_stay_apart(
     name = Path(paths[0]).name
     with pytest.raises(ValueError, match=f"{name} is none of the training data; these are {names[0]}, "):
         hub.plan_push(tmp_path / "m", "me/m", Statement(license="mit", data_licences={name: "mit"}))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "quantize", "said"),
+    [
+        ((None, 256), "none", "| scifact, test, queries of 32 and documents of 256 tokens | 0.5000"),
+        ((16, None), "none", "| scifact, test, queries of 16 and documents of 128 tokens | 0.5000"),
+        ((None, None), "bf16", "documents of 128 tokens, vocabulary product in bf16 | 0.5000"),
+    ],
+)
+def test_figures_of_this_model_otherwise_than_saved_stand_under_what_they_are(
+    folder: Path, same_vectors: None, tmp_path: Path, lengths: tuple[Any, Any], quantize: str, said: str
+) -> None:
+    """As ``evaluate --document-length`` and ``--quantize`` write them: the hash is of the model as it was measured."""
+    model = load_aggretriever(folder, device="cpu", quantize=quantize)
+    set_lengths(model, *lengths)
+    encoding = Encoder(model, 1).settings(24)
+    (tmp_path / "r.json").write_text(json.dumps(result_of(model, encoding=encoding)))
+    plan = hub.plan_push(folder, "me/m", Statement(license="mit", results=[tmp_path / "r.json"]))
+    assert said in plan.card
+    assert not ModelCard(plan.card).data.eval_results  # of a model that doesn't behave so by itself
+    (tmp_path / "r.json").write_text(json.dumps(result_of(model, encoding=encoding | {"document_length": 99})))
+    with pytest.raises(ValueError, match="figures of another model"):
+        hub.plan_push(folder, "me/m", Statement(license="mit", results=[tmp_path / "r.json"]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": None},
+        {"figures": {"SciFact": {"test": {"default": 0.5}}}},  # as evaluate mteb nests them, without data
+        {"figures": {"nDCG@10": "0.5"}},
+        {"figures": [0.5]},
+        {"encoding": [1]},
+        {"rules": [{}]},
+    ],
+)
+def test_what_is_no_result_is_refused_by_name_and_left_out_of_a_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    model = load_aggretriever(folder, device="cpu")
+    found = tmp_path / "found"
+    found.mkdir()
+    (found / "other.json").write_text(json.dumps(result_of(model, **change)))
+    monkeypatch.setattr(hub, "_check_fresh_process", lambda *_: pytest.fail("looked at the results too late"))
+    for path, sentence in ((found / "other.json", r"other\.json is no"), (found, "found holds no")):
+        with pytest.raises(
+            ValueError, match=f"{sentence} result of evaluate: expected 'data', 'model_hash' and numbers"
+        ):
+            hub.plan_push(folder, "me/m", Statement(license="mit", results=[path]))
+    (found / "r.trec").write_text("1 Q0 2 1 0.5 x\n")
+    with pytest.raises(ValueError, match=r"r\.trec is no JSON: expected what evaluate --output has written"):
+        hub.plan_push(folder, "me/m", Statement(license="mit", results=[found / "r.trec"]))
+    monkeypatch.setattr(hub, "_check_fresh_process", lambda *_: 0.0)
+    (found / "r.json").write_text(json.dumps(result_of(model)))
+    assert "| 0.5000 | 0.2500 |" in hub.plan_push(folder, "me/m", Statement(license="mit", results=[found])).card
