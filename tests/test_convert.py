@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import st_aggretriever.convert as convert_module
 from st_aggretriever import MLMEncoder, build_aggretriever, convert_checkpoint, load_aggretriever
 from st_aggretriever.cli import main
-from st_aggretriever.convert import published_layout, save_castorini
+from st_aggretriever.convert import licence_of, published_layout, save_castorini
 
 H, C, D = 16, 128, 640
 FOLDS = 3642  # V mod 1280 = 1082, as BERT's 30,522: the remainder is padded
@@ -446,6 +446,26 @@ def test_the_licence_is_carried_both_ways_and_shown(tmp_path: Path, capsys: pyte
     for folder in (ours, back):
         assert "license: cc-by-nc-4.0" in (folder / "README.md").read_text().split("---")[1]
         assert (folder / "LICENSE").read_text() == "the terms"
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ("license: 1.0", "1.0"),
+        ("license: [mit, 2]", "mit, 2"),
+        ("license: 2024-01-01", "2024-01-01"),
+        ("license: other\nlicense_name: 2\nlicense_link: [1, x]", "2 (1, x)"),
+        ("license: {a: b}", "{'a': 'b'}"),
+    ],
+)
+def test_a_licence_of_any_kind_of_value_is_carried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stated: str, said: str
+) -> None:
+    castorini(tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_text(f"---\n{stated}\n---\n")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "ours")]) == 0
+    assert f"licence: {said}\n" in capsys.readouterr().out
+    assert str(licence_of(tmp_path / "ours")) == said
 
 
 @pytest.mark.parametrize("card", [None, "# no metadata", "---\ntags: [a]\n---\n", "---\nlicense: [\n---\n"])

@@ -44,5 +44,7 @@ def licence_of(folder: Path) -> Licence:
             metadata = metadata_load(card) or {}
         except Exception:  # Broken metadata names no licence; what a YAML parser raises is its own affair.
             metadata = {}
-    values = {key: metadata[key] for key in FIELDS if metadata.get(key)}
-    return Licence({key: value if isinstance(value, str) else ", ".join(value) for key, value in values.items()}, files)
+    # YAML makes a number of 1.0 and a date of 2024-01-01.
+    values = {key: metadata[key] if isinstance(metadata[key], list) else [metadata[key]]
+              for key in FIELDS if metadata.get(key)}  # fmt: skip
+    return Licence({key: ", ".join(map(str, value)) for key, value in values.items()}, files)
