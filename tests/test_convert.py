@@ -1,6 +1,7 @@
 """Published layouts: read by content, equal vectors, damage named, converted once, written back."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import st_aggretriever.convert as convert_module
+import st_aggretriever.model as model_module
 from st_aggretriever import MLMEncoder, build_aggretriever, convert_checkpoint, load_aggretriever
 from st_aggretriever.cli import main
 from st_aggretriever.convert import licence_of, published_layout, save_castorini
@@ -303,6 +305,37 @@ def test_a_file_that_would_run_code_is_refused_and_nothing_runs(tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
+def set_hidden_size(folder: Path, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": value}))
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+@pytest.mark.parametrize(
+    ("file", "break_it"),
+    [
+        ("model.safetensors", lambda folder: os.truncate(folder / "model.safetensors", 200)),
+        ("model.safetensors", lambda folder: (folder / "model.safetensors").write_bytes(b"")),
+        ("tokenizer.json", lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0"}')),
+        ("tokenizer.json", lambda folder: (folder / "tokenizer.json").write_text("{")),
+        ("TermWeightTrans_config.json", lambda folder: (folder / "TermWeightTrans_config.json").write_text("[]")),
+        ("pooler_config.json", lambda folder: (folder / "pooler_config.json").write_text("{")),
+        ("config.json", lambda folder: set_hidden_size(folder, "x")),
+        ("config.json", lambda folder: set_hidden_size(folder, 17)),  # no multiple of the heads
+        ("config.json", lambda folder: (folder / "config.json").write_text("[]")),
+    ],
+)
+def test_a_damaged_source_is_one_sentence_that_names_the_file(
+    tmp_path: Path, file: str, break_it: Callable[[Path], Any], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    dhr(source)
+    break_it(source)
+    assert main([command, str(source), *([str(tmp_path / "out")] if command == "convert" else [])]) == 2
+    assert f"convert: {source / file} is damaged, or holds a value of a wrong kind (" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     """transformers would make a tokenizer of five special tokens, to which every text is the same."""
     castorini(tmp_path)
@@ -501,6 +534,30 @@ def test_bad_input_ends_in_one_sentence_and_exit_code_2(
     assert "Traceback" not in error
     assert message in error.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(convert_module, "_convert", lambda *_: pytest.fail("converted before the output was looked at"))
+    monkeypatch.setattr(model_module, "load_aggretriever", lambda *_, **__: pytest.fail("loaded before"))
+    for output in ("file/x", "file/x/y"):
+        for to in ("st", "castorini"):
+            assert main(["convert", "source", str(tmp_path / output), "--to", to]) == 2
+            error = capsys.readouterr().err
+            assert f"{tmp_path / output} can't be made, as {tmp_path / 'file'} is no folder." in error
+
+
+def test_a_link_to_an_empty_folder_is_filled_where_it_leads(tmp_path: Path) -> None:
+    castorini(tmp_path / "source")
+    for name in ("there", "gone"):
+        (tmp_path / f"link-{name}").symlink_to(tmp_path / name)
+    (tmp_path / "there").mkdir()
+    for name in ("there", "gone"):
+        convert_checkpoint(tmp_path / "source", tmp_path / f"link-{name}")
+        assert (tmp_path / f"link-{name}").is_symlink()
+        assert (tmp_path / name / "modules.json").is_file()
 
 
 def test_a_path_that_misleads_the_published_code_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

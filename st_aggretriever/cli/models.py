@@ -28,7 +28,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from st_aggretriever.convert import convert_checkpoint, licence_of, local_folder, save_castorini
+    from st_aggretriever.convert import check_new_folder, convert_checkpoint, licence_of, local_folder, save_castorini
     from st_aggretriever.convert.castorini import name_warning
     from st_aggretriever.model import load_aggretriever
 
@@ -36,6 +36,7 @@ def _convert(args: argparse.Namespace) -> None:
     if args.to == "castorini":
         if args.pooling or args.lexical_dim:
             raise ValueError("convert: --pooling and --lexical-dim are for --to st; a model has its own.")
+        check_new_folder(args.output)
         model = load_aggretriever(args.source, device="cpu", **where)
         licence = licence_of(local_folder(args.source, **where))
         save_castorini(model, args.output, licence)

@@ -23,12 +23,14 @@ from sentence_transformers.util import load_file_path
 from torch import nn
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoTokenizer
 
+from st_aggretriever.atomic import check_parent
 from st_aggretriever.convert.castorini import is_castorini, read_castorini, write_castorini
 from st_aggretriever.convert.checkpoint import (
     FILES,
     TOKENIZER_FILES,
     PublishedCheckpoint,
     local_folder,
+    reading,
     weight_names,
 )
 from st_aggretriever.convert.dhr import is_dhr, read_dhr
@@ -45,6 +47,7 @@ from st_aggretriever.modules import (
 
 __all__ = [
     "Licence",
+    "check_new_folder",
     "convert_checkpoint",
     "convert_into_cache",
     "licence_of",
@@ -98,7 +101,8 @@ def convert_checkpoint(
         SentenceTransformer of dimension C + D. Its backbone's config names the source, ``converted_from``.
 
     Raises:
-        ValueError: It is no published layout, is untied, or a tensor is missing, unexpected or of another shape.
+        ValueError: It is no published layout, is untied or damaged, or a tensor is missing, unexpected or of another
+            shape.
         FileExistsError: ``output_dir`` is not empty.
         OSError: A file is missing.
 
@@ -195,7 +199,8 @@ def _encoder(checkpoint: PublishedCheckpoint, source: Path, temporary: Path, *, 
     prefix = "" if head else whole.base_model_prefix + "."
     tensors = {name: tensor.contiguous() for name, tensor in checkpoint.masked_lm.items() if name.startswith(prefix)}
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
+    with reading(source / "tokenizer.json" if (source / "tokenizer.json").is_file() else source):
+        AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
     encoder = MLMEncoder(str(temporary), head=head, query_length=QUERY_LENGTH, document_length=DOCUMENT_LENGTH)
     if encoder.prefix_length != 1:
         raise ValueError(f"convert: the tokenizer in {source} must put [CLS] before a text, and doesn't.")
@@ -282,19 +287,34 @@ def _fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextmanager
-def _new_folder(output_dir: str | Path) -> Iterator[Path]:
-    """A path to write a folder to, which takes its final name when all is done.
+def check_new_folder(output_dir: str | Path) -> Path:
+    """Where a folder can be written: where a link leads, if it is one.
 
     Raises:
         FileExistsError: There is something already.
+        OSError: None can be made there.
     """
-    output = Path(output_dir).absolute()
+    output = Path(output_dir).resolve()
     if output.is_dir():
         if any(output.iterdir()):
             raise FileExistsError(f"convert: the folder {output} is not empty; name another, or empty it.")
     elif output.exists():
         raise FileExistsError(f"convert: {output} exists and is no folder; name another.")
+    there = next(parent for parent in output.parents if parent.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"convert: {output} can't be made, as {there} is no folder. Name another output.")
+    check_parent(there / output.relative_to(there).parts[0])
+    return output
+
+
+@contextmanager
+def _new_folder(output_dir: str | Path) -> Iterator[Path]:
+    """A path to write a folder to, which takes its final name when all is done.
+
+    Raises:
+        As :func:`check_new_folder`.
+    """
+    output = check_new_folder(output_dir)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,29 @@ def weight_names(source: str | Path, **where: Any) -> set[str]:
     return set()
 
 
+@contextmanager
+def reading(place: Path) -> Iterator[None]:
+    """Say of a damaged file or folder which it is: what the libraries raise for one, each has its own kinds."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # tokenizers raises nothing more special
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ValueError(
+            f"convert: {place} is damaged, or holds a value of a wrong kind ({type(error).__name__}: {reason}). Fetch "
+            "it again."
+        ) from error
+
+
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint's weight file, by name."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
-            return load_file(folder / name) if name.endswith(".safetensors") else read_pickle(folder / name)
+            if name.endswith(".bin"):
+                return read_pickle(folder / name)
+            with reading(folder / name):
+                return load_file(folder / name)
     raise FileNotFoundError(f"convert: {folder} holds neither {' nor '.join(WEIGHT_FILES)}.")
 
 
@@ -109,7 +128,8 @@ def read_config(folder: Path) -> Any:
     """The backbone's configuration: by its model_type, whatever the folder's name says."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"convert: {folder} holds no config.json.")
-    return AutoConfig.from_pretrained(folder)
+    with reading(folder / "config.json"):
+        return AutoConfig.from_pretrained(folder)
 
 
 def checked_masked_lm(config: Any, weights: dict[str, Tensor], prefix: str, where: Path) -> dict[str, Tensor]:
@@ -121,7 +141,7 @@ def checked_masked_lm(config: Any, weights: dict[str, Tensor], prefix: str, wher
     Raises:
         ValueError: A tensor is missing, unexpected or of another shape, or tied tensors differ.
     """
-    with torch.device("meta"):
+    with reading(where / "config.json"), torch.device("meta"):
         skeleton = AutoModelForMaskedLM.from_config(config)
     # Versions of transformers before 4.31 saved this table of 0, 1, 2, ... with the weights.
     given = {name: tensor for name, tensor in weights.items() if not _is_position_table(name, tensor)}

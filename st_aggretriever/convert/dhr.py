@@ -23,6 +23,7 @@ from st_aggretriever.convert.checkpoint import (
     read_config,
     read_pickle,
     read_weights,
+    reading,
 )
 
 UNTIED = ("query_model", "passage_model")
@@ -68,7 +69,8 @@ def _read_layer(folder: Path, name: str) -> dict[str, Tensor]:
     sides = ("linear_q", "linear_p")
     check_names(file, list(tensors), [f"{side}.{part}" for side in sides for part in ("weight", "bias")])
     query, passage = ({part: tensors[f"{side}.{part}"] for part in ("weight", "bias")} for side in sides)
-    tied = json.loads(settings.read_text(encoding="utf-8")).get("tied")
+    with reading(settings):
+        tied = json.loads(settings.read_text(encoding="utf-8")).get("tied")
     if tied is not True or not all(torch.equal(query[part], passage[part]) for part in query):
         raise ValueError(f"convert: {file} is not tied: {_ONE_ENCODER}")
     return query
