@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
+from st_aggretriever.readers.corpus import Corpus
+from st_aggretriever.readers.dpr import read_questions
 from st_aggretriever.readers.pairs import read_pairs
+from st_aggretriever.readers.text import id_of
+from st_aggretriever.readers.training import open_training_data
 
 HEADER = "query-id\tcorpus-id\tscore\n"
 
@@ -85,8 +89,8 @@ BAD_LINES = {
     "no text": (GOOD + b'{"_id": "2", "body": "x"}\n', "line 2: expected a field 'text'.*got '_id', 'body'"),
     "id is a list": (GOOD + b'{"_id": ["2"], "text": "x"}\n', "line 2: expected a string in '_id', got list"),
     "id is true": (GOOD + b'{"_id": true, "text": "x"}\n', "line 2: expected a string in '_id', got bool"),
-    "id is empty": (GOOD + b'{"_id": "", "text": "x"}\n', "line 2: expected an id"),
-    "id without UTF-8": (GOOD + b'{"_id": "\\ud800", "text": "x"}\n', "line 2: expected an id"),
+    "id is empty": (GOOD + b'{"_id": "", "text": "x"}\n', "line 2: expected a non-empty id without"),
+    "id without UTF-8": (GOOD + b'{"_id": "\\ud800", "text": "x"}\n', "line 2: expected a non-empty id without"),
     "text is a list": (GOOD + b'{"_id": "2", "text": ["x"]}\n', "line 2: expected a string in 'text', got list"),
     "same id": (GOOD + b'{"_id": 1, "text": "y"}\n', "line 2: id '1' occurs a second time"),
     "not UTF-8": (GOOD + b'{"_id": "2", "text": "\xff"}\n', "line 2: expected UTF-8"),
@@ -205,3 +209,40 @@ def test_folder_gives_a_pair_for_each_relevant_known_document(folder: Path, capl
     assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
         "1 of 3 train pairs left out, their documents are not in the corpus."
     ]
+
+
+# What reads JSON, and what stands around a record there.
+JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "corpus.jsonl": ("%s\n", lambda path: list(read_corpus(path.parent))),
+    "blocks.jsonl": ("%s\n", lambda path: Corpus(path).scan(5)),
+    "pairs.jsonl": ("%s\n", lambda path: list(read_pairs(path))),
+    "training.jsonl": ("%s\n", lambda path: open_training_data([path])),
+    "training.json": ("[%s]\n", lambda path: open_training_data([path])),
+    "questions.jsonl": ("%s\n", read_questions),
+    "questions.json": ("[%s]\n", read_questions),
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [("[" * 100_000 + "]" * 100_000, "JSON nested too deeply"), ("1" * 5000, "a number with too many digits")],
+)
+@pytest.mark.parametrize("name", JSON_READERS)
+def test_json_beyond_pythons_limits_is_named_in_plain_words(
+    tmp_path: Path, name: str, value: str, sentence: str
+) -> None:
+    around, read = JSON_READERS[name]
+    record = (
+        f'{{"_id": "1", "text": "a", "query": "q", "passage": "p", "question": "q", "answers": ["x"], "x": {value}}}'
+    )
+    (tmp_path / name).write_text(around % record)
+    with pytest.raises(
+        ValueError, match=rf"{name}( line 1| entry 1)?: expected a JSON \S+( of questions)?, got {sentence}\.$"
+    ):
+        read(tmp_path / name)
+
+
+def test_an_empty_id_is_called_empty() -> None:
+    for bad in ("", "a\0", "\ud800"):
+        with pytest.raises(ValueError, match="expected a non-empty id without NUL and lone surrogates in '_id', got "):
+            id_of({"_id": bad}, "_id")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from st_aggretriever.readers.rows import Example
 from st_aggretriever.readers.rows import Passage as TrainingPassage
-from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, split_columns, text_of
+from st_aggretriever.readers.text import join_title, read_jsonl, read_lines, split_columns, text_of, why_not_json
 
 PASSAGES_HEADER = ["id", "text", "title"]
 
@@ -73,8 +73,8 @@ def read_questions(path: str | Path) -> dict[str, Question]:
         whole = "\n".join(line for _, line in read_lines(path))
         try:
             records = json.loads(whole)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: expected a JSON list of questions ({error.msg}, line {error.lineno}).") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected a JSON list of questions, got {why_not_json(error)}.") from None
         questions = [_at(f"{path} entry {number}", record) for number, record in enumerate(records)]
         if not questions:
             raise ValueError(f"{path} holds no question.")

@@ -30,6 +30,7 @@ from st_aggretriever.readers.text import (
     json_object,
     open_plain,
     text_of,
+    why_not_json,
 )
 
 IN_MEMORY = 64 * 2**20  # bytes
@@ -283,8 +284,9 @@ class Records:
                             f"at {text[error.pos : error.pos + 40]!r})."
                         ) from None
                     end = -1
-                except RecursionError as error:
-                    raise ValueError(f"{self.path} entry {number + 1}: {error}.") from None
+                except (ValueError, RecursionError) as error:
+                    why = why_not_json(error)
+                    raise ValueError(f"{self.path} entry {number + 1}: expected a JSON object, got {why}.") from None
             if end != -1 and end < len(text):
                 number += 1
                 yield number, offset + position, text[position:end].encode("latin-1")

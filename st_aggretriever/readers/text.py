@@ -90,13 +90,19 @@ def json_object(line: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON object, got malformed JSON ({error.msg}, column {error.colno}).") from None
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object, got {why_not_json(error)}.") from None
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}.")
     return record
+
+
+def why_not_json(error: Exception) -> str:
+    """What ``json`` fell over, by what it raised: malformed JSON, or well-formed JSON beyond Python's limits."""
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return f"malformed JSON ({error.msg}, {line}column {error.colno})"
+    return "JSON nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
 
 
 def id_of(record: Mapping[str, Any], key: str) -> str:
@@ -113,7 +119,7 @@ def id_of(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected a string in {key!r}, got {type(value).__name__}.")
     if not value or _NOT_IN_IDS.search(value):
-        raise ValueError(f"expected an id without NUL and lone surrogates in {key!r}, got {value!r}.")
+        raise ValueError(f"expected a non-empty id without NUL and lone surrogates in {key!r}, got {value!r}.")
     return value
 
 
