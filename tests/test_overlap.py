@@ -101,3 +101,27 @@ def test_a_file_about_other_data_is_refused(data: Path, train: Path, tmp_path: P
         excluded_queries(tmp_path / "else.json", "test", {})
     with pytest.raises(ValueError, match="at least one training file"):
         find_overlap([], data)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"data": None, "split": None, "checksums": None, "affected_queries": None},
+         "lacks data, split, checksums, affected_queries. Run evaluate overlap again."),
+        ({"affected_queries": None}, "lacks affected_queries. Run evaluate overlap again."),
+        ({"affected_queries": "seen"}, "expected a list of ids in 'affected_queries'. Run evaluate overlap again."),
+        ({"affected_queries": [1]}, "expected a list of ids in 'affected_queries'. Run evaluate overlap again."),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_overlap_is_refused_in_one_sentence(
+    data: Path, train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], sentence: str
+) -> None:
+    found = find_overlap([train], data) | change
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+    beir = ["evaluate", "beir", "--model", "bm25", "--data", str(data), "--exclude-overlap", str(path)]
+    assert main(beir) == 2
+    assert sentence in capsys.readouterr().err
+    path.write_text("[" * 100_000)
+    assert main(beir) == 2
+    assert "damaged.json is broken (JSON nested too deeply)" in capsys.readouterr().err

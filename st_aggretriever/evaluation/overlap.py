@@ -17,7 +17,7 @@ from st_aggretriever.atomic import replacing
 from st_aggretriever.evaluation.beir import read_collection
 from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.readers.pairs import read_pairs
-from st_aggretriever.readers.text import checksum
+from st_aggretriever.readers.text import checksum, why_not_json
 from st_aggretriever.versions import versions
 
 WORDS = 8  # of a gram
@@ -137,20 +137,25 @@ def excluded_queries(path: str | Path, split: str, checksums: Mapping[str, str])
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: Another format, split or data.
+        ValueError: Another format, split or data, or a damaged file.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is broken ({error}).") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is broken ({why_not_json(error)}).") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} was not written by evaluate overlap.")
+    affected = found.get("affected_queries")
+    needed = ("data", "split", "checksums", "affected_queries")
+    if missing := [key for key in needed if key not in found]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}. Run evaluate overlap again.")
+    if not isinstance(affected, list) or not all(isinstance(query, str) for query in affected):
+        raise ValueError(f"{path}: expected a list of ids in 'affected_queries'. Run evaluate overlap again.")
     if found["split"] != split or found["checksums"] != dict(checksums):
         raise ValueError(
             f"{path} is about {found['data']}, split {found['split']}, which is not the data evaluated here. Run"
             " evaluate overlap on it."
         )
-    affected: list[str] = found["affected_queries"]
     return affected
 
 
