@@ -162,3 +162,17 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1" + b"\0" * 50)
     with pytest.raises(ValueError, match=r"x\.parquet is no Parquet file"):
         Corpus(tmp_path / "x.parquet").scan(5)
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "table.parquet"
+    table = pyarrow.table({"id": [str(n) for n in range(500)], "text": ["a ship"] * 500})
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    whole = path.read_bytes()
+    for start in (4, 40):  # the first page's header, its content
+        path.write_bytes(whole[:start] + b"\xff" * 24 + whole[start + 24 :])
+        with pytest.raises(ValueError, match=r"table\.parquet is no Parquet file that can be read: "):
+            Corpus(path).scan(5)

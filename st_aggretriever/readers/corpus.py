@@ -280,7 +280,9 @@ class _File:
                 for batch in batches:
                     yield from batch.slice(min(skip, len(batch))).to_pylist()
                     skip = max(0, skip - len(batch))
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's; pyarrow's own have no number
+                raise
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{self.path} is no Parquet file that can be read: {reason}") from None
 
