@@ -3,9 +3,11 @@
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from folders import ROWS, Letters, write_jsonl
 
@@ -62,6 +64,29 @@ def test_every_form_gives_the_same_rows_in_blocks(
 def test_a_field_may_be_longer_than_csv_allows(tmp_path: Path) -> None:
     path = tmp_path / "passages.tsv"
     path.write_text(f"id\ttext\ttitle\n1\t{'a' * 150_000}\tb\n")
+def test_looking_for_repeated_ids_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    """The scan's memory is 8 bytes a text."""
+    corpus = Corpus(write_jsonl(tmp_path / "c.jsonl"))
+    keys = np.random.default_rng(0).permutation(2**20).astype(np.uint64)
+    tracemalloc.start()
+    try:
+        corpus._refuse_repeated(keys, lambda number: True)
+        assert tracemalloc.get_traced_memory()[1] < keys.nbytes / 8
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 100])
+def test_a_repeated_id_is_found_wherever_its_hash_falls(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_PIECE", piece)
+    for key, _ in ROWS:
+        path = write_jsonl(tmp_path / "c.jsonl", [*ROWS, (key, "again")])
+        with pytest.raises(ValueError, match=f"id '{key}' occurs a second time"):
+            Corpus(path).scan(4)
+
+
     assert read_all(Corpus(path), 4) == [("1", "b " + "a" * 150_000)]
 
 
