@@ -29,6 +29,9 @@ def make_corpora(folder: Path) -> dict[str, Path]:
     plain = write_jsonl(folder / "plain.jsonl")
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (folder / "msmarco.tsv").write_text("".join(f"{key}\t{text}\n" for key, text in ROWS))
+    headed = "id\ttext\n" + "".join(f"{key}\t{text}\n" for key, text in ROWS)
+    (folder / "headed.tsv").write_text(headed)
+    (folder / "headed.tsv.gz").write_bytes(gzip.compress(("\ufeff" + headed.replace("\n", "\r\n")).encode()))
     (folder / "dpr.tsv").write_text("id\ttext\ttitle\n" + "".join(f'{key}\t"{text}"\t\n' for key, text in ROWS))
     table = pyarrow.table({"other": [1] * len(ROWS), "id": [key for key, _ in ROWS], "contents": [t for _, t in ROWS]})
     pyarrow.parquet.write_table(table, folder / "table.parquet", row_group_size=5)
@@ -61,9 +64,6 @@ def test_every_form_gives_the_same_rows_in_blocks(
             assert corpus.read(number).rows == expected[number * block_size : (number + 1) * block_size], name
 
 
-def test_a_field_may_be_longer_than_csv_allows(tmp_path: Path) -> None:
-    path = tmp_path / "passages.tsv"
-    path.write_text(f"id\ttext\ttitle\n1\t{'a' * 150_000}\tb\n")
 def test_looking_for_repeated_ids_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     """The scan's memory is 8 bytes a text."""
     corpus = Corpus(write_jsonl(tmp_path / "c.jsonl"))
@@ -87,6 +87,9 @@ def test_a_repeated_id_is_found_wherever_its_hash_falls(
             Corpus(path).scan(4)
 
 
+def test_a_field_may_be_longer_than_csv_allows(tmp_path: Path) -> None:
+    path = tmp_path / "passages.tsv"
+    path.write_text(f"id\ttext\ttitle\n1\t{'a' * 150_000}\tb\n")
     assert read_all(Corpus(path), 4) == [("1", "b " + "a" * 150_000)]
 
 
@@ -201,3 +204,12 @@ def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(whole[:start] + b"\xff" * 24 + whole[start + 24 :])
         with pytest.raises(ValueError, match=r"table\.parquet is no Parquet file that can be read: "):
             Corpus(path).scan(5)
+
+
+def test_a_header_is_no_query_either_and_counts_as_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "queries.tsv"
+    path.write_text("id\ttext\n1\twho sails\n")
+    assert read_all(Corpus(path, side="query"), 4) == [("1", "who sails")]
+    path.write_text("id\ttext\n1\twho sails\nid text\n")
+    with pytest.raises(ValueError, match="line 3: expected id<tab>text"):
+        Corpus(path, side="query").scan(4)

@@ -1,8 +1,8 @@
 """Collections too large for memory: files by name, folder or pattern, cut into blocks that any process can read.
 
 Forms, told by content and each plain, gzip or zstd: jsonl (``_id``, ``id``, ``docid`` or ``pid``; ``title`` and
-``text``, or ``contents`` or ``passage``), tab-separated ``id text`` or, under that header, ``id text title``; and
-Parquet with jsonl's columns.
+``text``, or ``contents`` or ``passage``), tab-separated ``id text``, with or without that header, or
+under their header ``id text title``; and Parquet with jsonl's columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 ENDINGS = (".jsonl", ".tsv", ".parquet")  # of the files in a folder that are read, also with .gz and .zst
 ID_FIELDS = ("_id", "id", "docid", "pid")
 TEXT_FIELDS = ("text", "contents", "passage")
-_HEADER = b"id\ttext\ttitle"  # of DPR's passages
+_HEADERS = {b"id\ttext": "tsv", b"id\ttext\ttitle": "dpr"}  # the latter of DPR's passages
 _PARQUET_ROWS = 1000  # read at a time
 _PIECE = 2**16  # hashed ids compared at a time
 
@@ -232,8 +232,8 @@ class _File:
         text = line.removeprefix(b"\xef\xbb\xbf")
         if text.lstrip().startswith(b"{"):
             self.form = "jsonl"
-        elif text.rstrip(b"\r\n") == _HEADER:
-            self.form, self.header = "dpr", len(line)
+        elif (header := text.rstrip(b"\r\n")) in _HEADERS:
+            self.form, self.header = _HEADERS[header], len(line)
         elif b"\t" in text:
             self.form = "tsv"
         elif not line:
