@@ -1,6 +1,7 @@
 """MS MARCO's and TREC DL's files: relevance thresholds by hand, ids that coincide, run formats, bad lines."""
 
 import gzip
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_dev_counts_grade_one_and_keeps_passages_with_the_querys_id(files: list[
     assert result["counts"]["dropped_identical_ids"] == 0
     assert "grade of 1 or more" in " ".join(result["rules"])
     assert sorted(result["checksums"]) == ["collection.tsv.gz", "qrels.txt", "queries.tsv"]
+
+
+def test_checksums_of_files_of_one_name_stand_side_by_side(tmp_path: Path) -> None:
+    contents = {"collection": "1\tyeast\n2\tthe sea\n", "queries": "1\tyeast\n", "qrels": "1 Q0 1 1\n"}
+    for folder, content in contents.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "dev.tsv").write_text(content)
+    result = evaluate_msmarco(None, *(tmp_path / folder / "dev.tsv" for folder in contents))
+    expected = {f"{name}/dev.tsv": hashlib.sha256(text.encode()).hexdigest() for name, text in contents.items()}
+    assert result["checksums"] == expected
 
 
 def test_dl_counts_grade_two_for_all_but_ndcg(files: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Open-domain QA: the answer rule on cases worked by hand, DPR's files, accuracy from end to end."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def test_bm25_finds_answers_in_texts_not_in_titles(files: tuple[str, str], tmp_p
     assert result["figures"] == {"Hits@5": 0.5, "Hits@20": 0.5}
     assert result["counts"]["documents"] == 11
     assert sorted(result["checksums"]) == ["psgs.tsv", "test.csv"]
+
+
+def test_checksums_of_files_of_one_name_stand_side_by_side(files: tuple[str, str], tmp_path: Path) -> None:
+    expected = {}
+    for folder, file in zip(("passages", "questions"), files, strict=True):
+        (tmp_path / folder).mkdir()
+        content = Path(file).rename(tmp_path / folder / "test.tsv").read_bytes()
+        expected[f"{folder}/test.tsv"] = hashlib.sha256(content).hexdigest()
+    assert evaluate_qa(None, *(tmp_path / name for name in expected))["checksums"] == expected
 
 
 def test_command_with_a_model(

@@ -18,7 +18,7 @@ from st_aggretriever.evaluation.bm25 import evaluate_collection_bm25
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
 from st_aggretriever.readers.msmarco import read_tsv
 from st_aggretriever.readers.qrels import read_qrels_file
-from st_aggretriever.readers.text import checksum
+from st_aggretriever.readers.text import checksum, short_names
 
 # The least grade that counts as relevant: one for MS MARCO's sparse labels, two in TREC DL, where 1 means "related".
 RELEVANCE = {"dev": 1, "dl": 2}
@@ -90,6 +90,7 @@ def read_msmarco(collection: str | Path, queries: str | Path, qrels: str | Path,
 
     texts = dict(read_tsv(queries))
     judged = read_qrels_file(qrels, texts)
+    names = short_names((collection, queries, qrels))  # all three may have one name, in folders of their own
     counts = check_corpus(collection, corpus(), judged, ids_in_run=True, relevance=relevance)
     return Collection(
         data=collection,
@@ -98,7 +99,7 @@ def read_msmarco(collection: str | Path, queries: str | Path, qrels: str | Path,
         qrels=judged,
         corpus=corpus,
         counts=counts,
-        checksums={Path(path).name: checksum(path) for path in (collection, queries, qrels)},
+        checksums={name: checksum(path) for path, name in names.items()},
         benchmark="msmarco",
         relevance=relevance,
     )

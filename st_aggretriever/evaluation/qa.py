@@ -17,7 +17,7 @@ from st_aggretriever.evaluation.bm25 import find_hits_bm25
 from st_aggretriever.evaluation.metrics import rank
 from st_aggretriever.evaluation.runs import run_lines
 from st_aggretriever.readers.dpr import Question, read_passages, read_questions
-from st_aggretriever.readers.text import checksum
+from st_aggretriever.readers.text import checksum, short_names
 from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.versions import versions
 
@@ -84,7 +84,7 @@ def evaluate_qa(
         "benchmark": "qa",
         "data": str(passages),
         "split": Path(questions).name,
-        "checksums": {Path(path).name: checksum(path) for path in (passages, questions)},
+        "checksums": {name: checksum(path) for path, name in short_names((passages, questions)).items()},
         "model": how["model"],
         "model_hash": how.get("model_hash"),
         "figures": hit_accuracy(list(places.values()), top_k),
