@@ -175,3 +175,17 @@ def test_a_pipe_without_reader_is_no_success_and_one_of_another_encoding_no_fail
     printed = child.stdout.read() if read else b""
     assert (child.wait(60), child.stderr.read()) == (code, b"")
     assert printed == (b"caf\\xe9\n" if read else b"")
+
+
+@pytest.mark.parametrize("option", ["--query-length", "--document-length"])
+@pytest.mark.parametrize("value", ["0", "-1", "64"])
+def test_bm25_takes_no_length_whatever_its_value(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "beir", "--model", "bm25", "--data", SAMPLE, option, value]) == 2
+    assert "bm25 reads whole texts. Leave them out." in capsys.readouterr().err
+
+
+def test_help_promises_no_model_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, kind in (("explain", "an Aggretriever"), ("encode", "any sentence-transformers model")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"--model M folder or Hub id of {kind}" in " ".join(capsys.readouterr().out.split())

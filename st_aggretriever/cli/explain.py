@@ -17,7 +17,7 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
         "terms that met there and the words they came from. With --query and --docs the best documents for the query; "
         "with one of them a text's own terms; with --run and --data the queries that an evaluation lost, and why.",
     )
-    add_model(explain, quantize=False)
+    add_model(explain, kind="an Aggretriever", quantize=False)
     explain.add_argument("--query", metavar="TEXT", help="the query")
     explain.add_argument(
         "--docs", metavar="FILE", help="documents: lines of text, jsonl with a field text, or a BEIR folder"

@@ -9,12 +9,16 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 
-def add_model(parser: argparse.ArgumentParser, *, bm25: bool = False, quantize: bool = True) -> None:
+def add_model(
+    parser: argparse.ArgumentParser,
+    *,
+    kind: str = "any sentence-transformers model",
+    bm25: bool = False,
+    quantize: bool = True,
+) -> None:
     """--model, and how it is loaded and run: --batch-size, --device, --trust-remote-code, --quantize."""
     also = "; or bm25" if bm25 else ""
-    parser.add_argument(
-        "--model", required=True, metavar="M", help=f"folder or Hub id of any sentence-transformers model{also}"
-    )
+    parser.add_argument("--model", required=True, metavar="M", help=f"folder or Hub id of {kind}{also}")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="texts a batch (default: %(default)s)")
     parser.add_argument("--device", help="where the model runs, for instance cpu or cuda:0 (default: a GPU if any)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code if it needs to")
@@ -101,7 +105,7 @@ def load_for_evaluation(args: argparse.Namespace) -> SentenceTransformer | None:
     from st_aggretriever.evaluation.lengths import set_lengths
 
     if args.model == "bm25":
-        if args.query_length or args.document_length:
+        if args.query_length is not None or args.document_length is not None:
             raise ValueError("--query-length and --document-length: bm25 reads whole texts. Leave them out.")
         if any(getattr(args, name, None) is not None for name in ("lexical_dim", "windows", "overlap", "window_cls")):
             raise ValueError(
