@@ -252,14 +252,16 @@ def _evaluation(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _result_name(result: Mapping[str, Any]) -> str:
     encoding = result.get("encoding") or {}
-    sides = (("queries", encoding.get("query_length")), ("documents", encoding.get("document_length")))
+    windows = encoding.get("windows")  # documents are then read whole
+    cut = None if windows else encoding.get("document_length")
+    sides = (("queries", encoding.get("query_length")), ("documents", cut))
     lengths = " and ".join(f"{side} of {length}" for side, length in sides if length)
     parts = [
         Path(result["data"]).name,
         result.get("split"),
         lengths and f"{lengths} tokens",
         encoding.get("folded_to") and f"folded to {encoding['folded_to']}",
-        encoding.get("windows") and f"in windows of {encoding['windows'].get('window')}",
+        windows and f"documents in windows of {windows.get('window')}",
         encoding.get("quantize") and f"vocabulary product in {encoding['quantize']}",
     ]
     return ", ".join(str(part) for part in parts if part)

@@ -480,3 +480,9 @@ def test_what_is_no_result_is_refused_by_name_and_left_out_of_a_folder(
     monkeypatch.setattr(hub, "_check_fresh_process", lambda *_: 0.0)
     (found / "r.json").write_text(json.dumps(result_of(model)))
     assert "| 0.5000 | 0.2500 |" in hub.plan_push(folder, "me/m", Statement(license="mit", results=[found])).card
+
+
+def test_figures_of_whole_documents_name_no_length_at_which_these_are_cut() -> None:
+    encoding = {"query_length": 32, "document_length": 128, "windows": {"window": 40, "overlap": 8}}
+    said = card._result_name({"data": "data/scifact", "split": "test", "encoding": encoding})
+    assert said == "scifact, test, queries of 32 tokens, documents in windows of 40"
