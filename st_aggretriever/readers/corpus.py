@@ -1,8 +1,8 @@
 """Collections too large for memory: files by name, folder or pattern, cut into blocks that any process can read.
 
 Forms, told by content and each plain, gzip or zstd: jsonl (``_id``, ``id``, ``docid`` or ``pid``; ``title`` and
-``text``, or ``contents`` or ``passage``), tab-separated ``id text``, with or without that header, or
-under their header ``id text title``; and Parquet with jsonl's columns.
+``text``, or ``contents`` or ``passage``), tab-separated ``id text``, with or without that header, or under its header
+``id text title``; and Parquet with jsonl's columns.
 """
 
 from __future__ import annotations
