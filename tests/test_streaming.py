@@ -18,7 +18,7 @@ import training_runs
 from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 
 from st_aggretriever import TrainConfig, train
-from st_aggretriever.readers import hub, store
+from st_aggretriever.readers import hub, judged, store
 from st_aggretriever.readers.known import KnownPositivesCollator
 from st_aggretriever.readers.store import BadRows, Passages, Records, key_of
 from st_aggretriever.readers.training import TrainingData, open_training_data
@@ -128,17 +128,49 @@ def test_msmarco_triples_that_follow_one_another_are_one_row(msmarco: Path) -> N
         ("10\t1", "three ids"),
         ("30\t1\t2", "query '30' is not in the queries file"),
         ("10\t9\t2", "passage '9' is not in the collection"),
+        ("10\t1\t9", "the negative '9' is not in the collection"),
+        ("10\t1\t6", "the negative '6' is empty"),
+        ("10\t4\t7", "the negative '7' has the positive's text"),
         ("10\t1\t1", "'1' is its own negative"),
         ("", "the line is empty"),
     ],
 )
 def test_broken_triple_is_named_and_can_be_left_out(msmarco: Path, line: str, sentence: str) -> None:
+    (msmarco / "collection.tsv").open("a").write("6\t \n7\tpassage  4\n")
     (msmarco / "qidpidtriples.train.small.tsv").write_text(f"10\t1\t0\n{line}\n20\t2\t5\n")
-    with pytest.raises(ValueError, match=rf"small\.tsv line 2: .*{sentence}"):
+    with pytest.raises(ValueError, match=rf"^[^ ]*small\.tsv line 2: .*{sentence}"):
         open_training_data([str(msmarco)])
     data = open_training_data([str(msmarco)], max_bad_rows=1)
     assert (len(data), list(data.bad_rows.values())) == (2, [1])
     assert data.row(1)["negative_1"] == "passage 5"
+
+
+BAD_NEGATIVES = {"unknown": "99", "empty": "6", "left out of the collection": "8"}
+
+
+@pytest.mark.parametrize("case", [*BAD_NEGATIVES, "the positive's text"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [1, 512])
+def test_every_row_of_triples_that_were_opened_can_be_drawn(
+    msmarco: Path, case: str, place: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in a row the bad negative is: it is left out as if its line weren't there, and the row stays one."""
+    monkeypatch.setattr(judged, "_LOOKED_UP", chunk)
+    collection = (msmarco / "collection.tsv").read_text()
+    (msmarco / "collection.tsv").write_text(f"{collection}6\t \n7\tpassage  1\n8 no tab\n")
+    lines = ["10\t1\t0", "10\t1\t5", "20\t2\t4", "20\t2\t5"]
+    lines.insert(place, f"10\t1\t{BAD_NEGATIVES.get(case, '7')}")
+    (msmarco / "qidpidtriples.train.small.tsv").write_text("\n".join(lines))
+    if case in BAD_NEGATIVES:
+        with pytest.raises(ValueError, match=rf"small\.tsv line {place + 1}: the negative .* bad row 2"):
+            open_training_data([str(msmarco)], max_bad_rows=1)
+    data = open_training_data([str(msmarco)], max_bad_rows=1 + (case in BAD_NEGATIVES))
+    assert [list(data.row(row).values())[2:] for row in range(len(data))] == [
+        ["passage 0", "passage 5"],
+        ["passage 4", "passage 5"],
+    ]
+    with pytest.raises(ValueError, match=r"expected 3 negatives, or more, got 2"):
+        open_training_data([str(msmarco)], max_bad_rows=2, negatives=3)
 
 
 def pack_zstd(data: bytes) -> bytes:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from st_aggretriever.readers.qrels import lines_of
 from st_aggretriever.readers.rows import Example, Numbers, Passage
-from st_aggretriever.readers.store import EMPTY, BadRows, Passages, Plain, hash_of
+from st_aggretriever.readers.store import EMPTY, BadRows, Passages, Plain
 from st_aggretriever.readers.text import checksum, decode_line
 
 logger = logging.getLogger(__name__)
+
+_Line: TypeAlias = "tuple[int, int, bytes, tuple[str, str, str] | ValueError, tuple[int, int], tuple[int, int]]"
+_LOOKED_UP = 512  # lines of triples at a time; with more of them the processor's caches don't hold them
 
 
 class JudgedSource:
@@ -30,7 +34,7 @@ class JudgedSource:
         form: The name of the format.
         qrels: The file of the judgements and, by query and document, the grades; those of 1 and more count.
         triples: Instead of qrels a file of ``query<tab>positive<tab>negative`` ids. Lines that follow one another with
-            the same query and positive make one row with as many negatives.
+            the same query and positive make one row with as many negatives; one with the positive's text is none.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class JudgedSource:
         for (query, key), position in zip(judged, positions.tolist(), strict=True):
             if position >= 0:
                 try:
+                    self._check(query, key, position)
                     self._add(query, key, position, 0)
                 except ValueError as error:
                     broken[query, key] = error
@@ -87,39 +92,81 @@ class JudgedSource:
 
     def _add_triples(self, triples: Plain, bad: BadRows) -> str:
         digest = hashlib.sha256()
-        before: tuple[str, str] | None = None
-        for number, start, raw in triples.lines():
-            digest.update(raw)
+        own: tuple[str, str] | None = None  # query and positive of the lines at hand
+        opened, repeats = False, ""  # whether they have made a row; what to say if they make none
+        for number, start, raw, ids, (position, key), (other, other_key) in self._looked_up(triples, digest):
             try:
-                query, positive, negative = _ids(raw, number == 1)
+                if isinstance(ids, ValueError):
+                    raise ids
+                query, positive, negative = ids
                 if positive == negative:
                     raise ValueError(f"the positive {positive!r} is its own negative. Remove the line.")
-                if self._passages.empty and hash_of(negative) in self._passages.empty:
+                if (query, positive) != own:
+                    self._check(query, positive, position)
+                if other < 0:
+                    raise ValueError(f"the negative {negative!r} is not in the collection.")
+                if other_key == EMPTY:
                     raise ValueError(f"the negative {negative!r} is empty.")
-                if (query, positive) != before:
-                    if query not in self._queries:
-                        raise ValueError(f"query {query!r} is not in the queries file.")
-                    position = int(self._passages.find([positive])[0])
-                    if position < 0:
-                        raise ValueError(f"passage {positive!r} is not in the collection.")
-                    self._add(query, positive, position, 0)
-                    self._starts.append(start)
-                    self._ends.append(start)
-                    self._lines.append(number)
-                    before = (query, positive)
             except ValueError as error:
                 bad.add(str(triples.path), f"{triples.path} line {number}: {error}")
-                before = None  # the row's lines must follow one another
                 continue
+            if (query, positive) != own:
+                if repeats:
+                    bad.add(str(triples.path), repeats)
+                own, opened, repeats = (query, positive), False, ""
+            if other_key == key:  # No broken line, but no negative either: MS MARCO holds some passages twice.
+                if not opened:
+                    repeats = f"{triples.path} line {number}: the negative {negative!r} has the positive's text."
+                continue
+            if not opened:
+                self._add(query, positive, position, 0)
+                self._starts.append(start)
+                self._ends.append(start)
+                self._lines.append(number)
+                opened, repeats = True, ""
             self._ends[-1] = start + len(raw)
             self._numbers.negatives[-1] += 1
+        if repeats:
+            bad.add(str(triples.path), repeats)
         return digest.hexdigest()
 
-    def _add(self, query: str, positive: str, position: int, negatives: int) -> None:
+    def _looked_up(self, triples: Plain, digest: Any) -> Iterator[_Line]:
+        """Stream ``(number, start, line, its ids or what is wrong, the positive's position and key, the negative's)``.
+
+        Of many lines the passages are looked up together, which takes a small part of the time of one by one.
+        """
+        lines = triples.lines()
+        while chunk := list(islice(lines, _LOOKED_UP)):
+            parsed: list[tuple[str, str, str] | ValueError] = []
+            for number, _, raw in chunk:
+                digest.update(raw)
+                try:
+                    parsed.append(_ids(raw, number == 1))
+                except ValueError as error:
+                    parsed.append(error)
+            pairs = [("", "") if isinstance(ids, ValueError) else ids[1:] for ids in parsed]
+            positives = list({positive for positive, _ in pairs})  # of which lines that follow one another share one
+            place_of = dict(zip(positives, self._places(positives), strict=True))
+            negatives = self._places([negative for _, negative in pairs])
+            for (number, start, raw), ids, (positive, _), place in zip(chunk, parsed, pairs, negatives, strict=True):
+                yield number, start, raw, ids, place_of[positive], place
+
+    def _places(self, ids: list[str]) -> Iterator[tuple[int, int]]:
+        """Position and key of each passage; where there is none, -1 and a key that means nothing."""
+        positions = self._passages.find(ids)
+        return zip(positions.tolist(), self._passages.keys[positions].tolist(), strict=True)
+
+    def _check(self, query: str, positive: str, position: int) -> None:
+        if query not in self._queries:
+            raise ValueError(f"query {query!r} is not in the queries file.")
+        if position < 0:
+            raise ValueError(f"passage {positive!r} is not in the collection.")
         if not self._queries[query].strip():
             raise ValueError(f"the query {query!r} is empty.")
         if self._passages.keys[position] == EMPTY:
             raise ValueError(f"the passage {positive!r} is empty.")
+
+    def _add(self, query: str, positive: str, position: int, negatives: int) -> None:
         self._row_queries.append(query)
         self._row_positives.append(position)
         self._numbers.add(self._queries[query], [int(self._passages.keys[position])], [positive], negatives)
@@ -130,17 +177,24 @@ class JudgedSource:
     def example(self, row: int) -> Example:
         negatives: list[Passage] = []
         if self._triples is not None:
-            lines = self._triples.read(self._starts[row], self._ends[row]).splitlines()
-            ids = [_ids(line, self._starts[row] == 0 and not place)[2] for place, line in enumerate(lines)]
-            negatives = self._named(ids, self.where(row))
+            negatives = self._negatives(row, self._triples.read(self._starts[row], self._ends[row]))
         positive = Passage(position=self._row_positives[row])
         return Example(self._queries[self._row_queries[row]], [positive], negatives)
 
-    def _named(self, ids: Sequence[str], where: str) -> list[Passage]:
-        positions = self._passages.find(ids).tolist()
-        if -1 in positions:
-            raise ValueError(f"{where}: passage {ids[positions.index(-1)]!r} is not in {self._passages.path}.")
-        return [Passage(position=position, id=key) for position, key in zip(positions, ids, strict=True)]
+    def _negatives(self, row: int, lines: bytes) -> list[Passage]:
+        """Those of a row's lines, without what :meth:`_add_triples` has left out between them."""
+        found: list[tuple[str, str, str]] = []
+        for place, line in enumerate(lines.removesuffix(b"\n").split(b"\n")):
+            try:
+                ids = _ids(line, self._starts[row] == 0 and not place)
+            except ValueError:
+                continue
+            if not found or ids[:2] == found[0][:2]:
+                found.append(ids)
+        positions = self._passages.find([ids[2] for ids in found])
+        keys = self._passages.keys[positions]
+        good = (positions >= 0) & (keys != EMPTY) & (keys != self._passages.keys[self._row_positives[row]])
+        return [Passage(position=int(positions[at]), id=found[at][2]) for at in np.flatnonzero(good)]
 
     def where(self, row: int) -> str:
         if self._triples is not None:
@@ -160,7 +214,10 @@ class JudgedSource:
             yield key, Passage(text, id=key)
 
     def passage(self, local: str) -> Passage:
-        return self._named([local], self.path)[0]
+        position = int(self._passages.find([local])[0])
+        if position < 0:
+            raise ValueError(f"{self.path}: passage {local!r} is not in {self._passages.path}.")
+        return Passage(position=position, id=local)
 
     def describe(self) -> dict[str, Any]:
         return {"format": self.form, "rows of": self.judgements, "passages": len(self._passages)}

@@ -51,7 +51,11 @@ def key_of(text: str) -> int:
 
 def hash_of(text: str) -> int:
     """64 bits of a string as it is."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(_digest(text), "little")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 EMPTY = key_of("")  # a text that trains nothing
@@ -358,7 +362,6 @@ class Passages:
         self._ids = self._ids[self._order]  # ascending; _order says which position each belongs to
         self._starts = np.frombuffer(starts, np.int64)
         self.keys = np.frombuffer(keys, np.uint64)  # of each passage's text, see key_of
-        self.empty = set(self._ids[self.keys[self._order] == EMPTY].tolist())  # hashed ids of passages without text
         twice = np.flatnonzero(self._ids[1:] == self._ids[:-1])
         if len(twice):
             key = self.id(int(self._order[twice[0]]))
@@ -369,7 +372,7 @@ class Passages:
 
     def find(self, ids: Sequence[str]) -> np.ndarray:
         """Positions of the passages with these ids, (n,) int64; -1 where there is none."""
-        wanted = np.array([hash_of(key) for key in ids], np.uint64)
+        wanted = np.frombuffer(b"".join(map(_digest, ids)), "<u8")
         places = np.minimum(np.searchsorted(self._ids, wanted), len(self._ids) - 1)
         return np.where(self._ids[places] == wanted, self._order[places].astype(np.int64), -1)
 

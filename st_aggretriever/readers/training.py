@@ -248,8 +248,7 @@ class TrainingData:
 
     def _usable(self, row: int, source: Source, example: Example) -> Sequence[Passage]:
         """A row's negatives without those that are known positives of its query."""
-        judged = isinstance(source, JudgedSource)
-        if not (self._filtered[row] or judged):
+        if not self._filtered[row]:
             return example.negatives
         keys, _ = self._known(self.query_keys[row])
         return [passage for passage in example.negatives if source.key(passage) not in keys]
