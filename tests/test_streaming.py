@@ -241,6 +241,16 @@ BROKEN = {
     "no passage": ('{"query": "q"}', "expected the fields 'query' and 'passage'"),
     "positive among negatives": ('{"query": "q", "passage": "a  b", "negatives": ["a b "]}', "its own negatives"),
     "score": ('{"query": "q", "passage": "p", "score": "high"}', "expected a finite number in 'score'"),
+    "infinite score": ('{"query": "q", "passage": "p", "score": -Infinity}', "expected a finite number in 'score'"),
+    "no score": ('{"query": "q", "passage": "p", "score": NaN}', "expected a finite number in 'score'"),
+    "score above all floats": (
+        f'{{"query": "q", "passage": "p", "score": 1{"0" * 400}}}',
+        "number in 'score', got 10+\\.",
+    ),
+    "scores above all floats": (
+        f'{{"query": "q", "passage": "p", "scores": [-1{"0" * 400}]}}',
+        "a finite number in 'scores'",
+    ),
     "scores": ('{"query": "q", "passage": "p", "scores": [1, 2]}', "expected 1 numbers in 'scores'"),
     "blank query": ('{"query": " ", "passage": "p"}', "the query is empty"),
     "null query": ('{"query": null, "passage": "p"}', "the query is empty"),

@@ -9,8 +9,8 @@ import hashlib
 import importlib.util
 import io
 import json
-import math
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -150,8 +150,9 @@ def score_of(record: Mapping[str, Any], key: str) -> float | None:
     value = record.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"expected a finite number in {key!r}, got {value!r}.")
+    # Compared, not by math.isfinite, which an int above all floats breaks.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"expected a finite number in {key!r}, got {repr(value)[:100]}.")
     return float(value)
 
 
