@@ -207,7 +207,7 @@ class Records:
         self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
 
     def scan(self, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Stream ``(where, record)``; what is sent back says whether to keep it (None keeps)."""
+        """Stream ``(where, record)`` of each record, kept unless :meth:`drop_last` comes before the next."""
         digest = hashlib.sha256()
         for number, start, raw in self._list_items(digest) if self._list else self._lines(digest):
             where = self._where(number)
