@@ -8,6 +8,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import dot_score
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from st_aggretriever import AggretrieverLoss, build_aggretriever
 from st_aggretriever.losses.duplicates import KnownPositives
@@ -174,6 +175,37 @@ def test_known_positives_by_id_need_not_be_in_the_batch(model: SentenceTransform
     features[1]["text_id"] = torch.tensor([10, 11, 12])
     features[2]["text_id"] = torch.tensor([20, 21, -1])  # -1 is unknown, and no padding's equal
     assert mask_of(KnownPositives(features), 3) == {0: {4}, 1: set(), 2: {0}}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_known_positives_by_id_cost_no_operation_each(model: SentenceTransformer) -> None:
+    """What one query with thousands of positives brings into a batch is found all at once, as one by one."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [["dog", "cat", "fox"], ["the dog", "the cat", "the fox"], ["sea", "sun", "moon"]]
+    counts = []
+    for most in (4, 3000):
+        features: list[dict[str, Any]] = [model.preprocess(column) for column in texts]
+        known = torch.randint(-1, 9, (3, most), generator=generator)
+        known[:, 4:] += 100 * (known[:, 4:] >= 0)
+        ids = torch.randint(-1, 9, (2, 3), generator=generator)
+        features[0]["known_positives"], features[1]["text_id"], features[2]["text_id"] = known, *ids
+        with Operations() as operations:
+            found = KnownPositives(features)
+            masks = [found.mask(0, 1), found.mask(1, 3)]
+        counts.append(operations.count)
+        expected = ((known[:, :, None] == ids.flatten()) & (known[:, :, None] >= 0)).any(1)
+        expected[range(3), range(3)] = False
+        assert torch.equal(torch.cat(masks), expected)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("by_id", [False, True])

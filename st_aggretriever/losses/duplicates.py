@@ -62,17 +62,23 @@ class KnownPositives:
         self.texts = len(self.passages)
         positives = self.passages.view(-1, self.columns, self.batch)[:, 0].flatten()  # (W B), in the order of queries
         self.pairs = torch.unique(queries * self.texts + positives)
-        self.text_ids = everywhere([column["text_id"] for column in passages]) if has_ids else None
-        self.known_ids = query["known_positives"] if has_ids else None  # (B, K)
+        self.id_texts: Tensor | None = None
+        self.id_pairs: Tensor | None = None
+        if has_ids:
+            # Of a query's K known positives few are in the batch: pairs again, of those that are.
+            ids, text_ids = query["known_positives"], everywhere([column["text_id"] for column in passages])
+            row, place = (torch.isin(ids, text_ids) & (ids >= 0)).nonzero(as_tuple=True)
+            numbers = torch.unique(torch.cat([text_ids, ids[row, place]]), return_inverse=True)[1]
+            self.id_texts = numbers[: self.texts]
+            self.id_pairs = row * self.texts + numbers[self.texts :]
 
     def mask(self, begin: int, end: int) -> Tensor:
         """(end - begin, P) bool: the passages to leave out for queries ``begin`` to ``end``; never a query's own."""
         known = torch.isin(self.queries[begin:end, None] * self.texts + self.passages, self.pairs)
-        if self.text_ids is not None and self.known_ids is not None:
-            for ids in self.known_ids[begin:end].unbind(1):
-                known |= (ids[:, None] == self.text_ids) & (ids[:, None] >= 0)
-        row = torch.arange(end - begin, device=known.device)
-        known[row, self.first + begin + row] = False
+        row = torch.arange(begin, begin + len(known), device=known.device)
+        if self.id_texts is not None and self.id_pairs is not None:
+            known |= torch.isin(row[:, None] * self.texts + self.id_texts, self.id_pairs)
+        known[row - begin, self.first + row] = False
         return known
 
 
