@@ -491,6 +491,74 @@ def test_batches_keep_apart_by_all_positives_of_a_row_but_not_by_negatives(tmp_p
     assert max(map(len, batches)) > 1, "all share their negative"
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_every_epoch_has_as_many_batches_as_the_first(tmp_path: Path, seed: int) -> None:
+    """Also where the distinct queries and passages barely fill one; else the first epoch, which is tried, tells."""
+    rng = random.Random(seed)
+    size, pairs = rng.choice([4, 6, 8]), set[tuple[int, ...]]()
+    most = size + rng.randint(0, 3), size + rng.randint(0, 4)
+    while len(pairs) < 3 * size:
+        pairs.add(tuple(min(int(rng.expovariate(2 / count)), count - 1) for count in most))
+    path = jsonl(tmp_path / "rows", *({"query": f"q{query}", "passage": f"p{text}"} for query, text in sorted(pairs)))
+    data = open_training_data([path])
+    sampler = data.batch_sampler(data.dataset(), batch_size=size, drop_last=True, generator=torch.Generator(), seed=0)
+    counts = []
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        sampler.set_epoch(epoch)
+        assert list(sampler) == batches
+        counts.append(len(batches))
+    assert counts[0] < len(sampler) or counts == [len(sampler)] * 8
+
+
+def test_data_that_fill_too_few_batches_are_not_gone_through_for_ever(tmp_path: Path) -> None:
+    rows = [("a", 1), *(("b", number) for number in range(600))]
+    path = jsonl(tmp_path / "rows", *({"query": query, "passage": f"p{number}"} for query, number in rows))
+    data = open_training_data([path])
+    sampler = data.batch_sampler(data.dataset(), batch_size=2, drop_last=True, generator=torch.Generator(), seed=0)
+    assert (len(list(sampler)), len(sampler)) == (1, 300)
+
+
+@pytest.mark.parametrize("shared", ["query", "passage"])
+def test_many_rows_of_one_query_or_passage_are_not_looked_at_for_every_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    rows = [{"query": f"q{number}", "passage": f"p{number}"} for number in range(2000)]
+    path = jsonl(
+        tmp_path / "rows", *({**row, shared: "same"} if number % 2 else row for number, row in enumerate(rows))
+    )
+    data = open_training_data([path])
+    looks = Counter[int]()
+    keys = TrainingData.keys
+
+    def counted(self: TrainingData, row: int) -> list[int]:
+        looks[row] += 1
+        return keys(self, row)
+
+    monkeypatch.setattr(TrainingData, "keys", counted)
+    sampler = data.batch_sampler(data.dataset(), batch_size=8, drop_last=True, generator=torch.Generator(), seed=0)
+    assert len(list(sampler)) == 250
+    assert looks.total() < 3 * 2000
+
+
+def test_rows_that_an_epoch_leaves_out_are_counted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [("same" if number < 30 else f"q{number}", f"p{number}") for number in range(100)]
+    path = jsonl(tmp_path / "rows", *({"query": query, "passage": text} for query, text in rows))
+    data = open_training_data([path])
+    options = {"batch_size": 8, "drop_last": True, "seed": 0}
+    shown = [
+        {row for batch in data.batch_sampler(data.dataset(), generator=torch.Generator(), **options) for row in batch}
+        for _ in range(2)
+    ]
+    sentence = f"{100 - len(shown[0])} of 100 rows are in no batch of an epoch"
+    assert [record.getMessage()[: len(sentence)] for record in caplog.records] == [sentence]
+    caplog.clear()
+    plain = open_training_data([many(tmp_path, rows=44)], negatives=1)
+    assert len(list(plain.batch_sampler(plain.dataset(), generator=torch.Generator(), **options))) == 5
+    assert not caplog.records
+
+
 def test_subset_draws_what_its_rows_draw_in_the_whole(tmp_path: Path) -> None:
     data = open_training_data([many(tmp_path)], negatives=2)
     some = data.subset([7, 30])

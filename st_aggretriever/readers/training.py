@@ -94,6 +94,7 @@ class TrainingData:
         has_several_positives: Whether a query has more than one positive, in one row or in several.
         counts: Rows by path.
         bad_rows: Rows left out by path; empty without any.
+        left_out: Rows that an epoch's batches left out, where they are many; None before.
         sha256: Of all that is read.
         query_keys, positive_keys, positive_ids, positive_starts: See :class:`st_aggretriever.readers.rows.Source`.
     """
@@ -107,6 +108,7 @@ class TrainingData:
             raise ValueError(f"train: no row in {', '.join(self.counts)}.")
         self.has_scores = all(source.scored for source in sources)
         self.bad_rows: dict[str, int] = {}
+        self.left_out: int | None = None
         self.sha256 = hashlib.sha256(" ".join(source.sha256 for source in sources).encode()).hexdigest()
         self.opened_with: tuple[list[str], dict[str, Any]] = ([], {})
         self._with_scores = False
