@@ -559,6 +559,22 @@ def test_rows_that_an_epoch_leaves_out_are_counted_once(tmp_path: Path, caplog: 
     assert not caplog.records
 
 
+def test_negatives_of_a_query_with_many_rows_are_drawn_without_its_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(
+        tmp_path / "rows",
+        *({"query": "q", "passage": f"p{n}", "negatives": [f"p{(n + 1) % 50}", f"n{n}"]} for n in range(50)),
+    )
+
+    def refused(*args: Any) -> Any:
+        raise AssertionError("all positives of the query are gathered")
+
+    monkeypatch.setattr(TrainingData, "_known", refused)
+    data = open_training_data([path], negatives=1)
+    assert [data.row(row)["negative_1"] for row in range(50)] == [f"n{number}" for number in range(50)]
+
+
 def test_subset_draws_what_its_rows_draw_in_the_whole(tmp_path: Path) -> None:
     data = open_training_data([many(tmp_path)], negatives=2)
     some = data.subset([7, 30])

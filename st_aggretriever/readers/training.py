@@ -122,6 +122,7 @@ class TrainingData:
         self._by_query = np.argsort(self.query_keys, kind="stable")
         self._sorted_queries = self.query_keys[self._by_query]
         self._filtered = self._must_filter()
+        self._known_pairs = np.empty(0, np.uint64)  # of each row's query and positives
         repeated = bool((self._sorted_queries[1:] == self._sorted_queries[:-1]).any())
         self.has_several_positives = repeated or len(self.positive_keys) > len(self.query_keys)
 
@@ -201,13 +202,10 @@ class TrainingData:
 
     def _known(self, query: np.uint64) -> tuple[set[int], set[int]]:
         low, high = (int(np.searchsorted(self._sorted_queries, query, side)) for side in ("left", "right"))
-        keys: set[int] = set()
-        ids: set[int] = set()
-        for other in self._by_query[low:high]:
-            start, end = self.positive_starts[other : other + 2]
-            keys.update(self.positive_keys[start:end].tolist())
-            ids.update(self.positive_ids[start:end].tolist())
-        return keys, ids - {0}
+        rows = self._by_query[low:high]
+        starts, lengths = self.positive_starts[rows], np.diff(self.positive_starts)[rows]
+        places = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        return set(self.positive_keys[places].tolist()), set(self.positive_ids[places].tolist()) - {0}
 
     def positives(self, row: int) -> int:
         """How many positives a row has."""
@@ -250,10 +248,12 @@ class TrainingData:
 
     def _usable(self, row: int, source: Source, example: Example) -> Sequence[Passage]:
         """A row's negatives without those that are known positives of its query."""
-        if not self._filtered[row]:
+        if not self._filtered[row] or not example.negatives:
             return example.negatives
-        keys, _ = self._known(self.query_keys[row])
-        return [passage for passage in example.negatives if source.key(passage) not in keys]
+        keys = np.array([source.key(passage) for passage in example.negatives], np.uint64)
+        pairs = _pair(self.query_keys[row : row + 1], keys)
+        places = np.minimum(np.searchsorted(self._known_pairs, pairs), len(self._known_pairs) - 1)
+        return [example.negatives[int(at)] for at in np.flatnonzero(self._known_pairs[places] != pairs)]
 
     def check_negatives(self, wanted: int | None) -> None:
         """Set how many negatives a row has, None for all that each has; raises ValueError where a row has too few."""
@@ -264,7 +264,10 @@ class TrainingData:
                 if isinstance(source, mined.MinedSource):
                     raise ValueError(f"{source.path} holds candidates to draw from: say by --negatives N how many.")
             wanted = int(counts[0])
-        if wanted:
+        if wanted and self._filtered.any():
+            # Sorted, so that a query with many rows takes no more time for each of them than another one.
+            of_each = np.repeat(self.query_keys, np.diff(self.positive_starts))
+            self._known_pairs = np.sort(_pair(of_each, self.positive_keys))
             for row in np.flatnonzero(self._filtered).tolist():
                 source, local = self._locate(row)
                 counts[row] = len(self._usable(row, source, source.example(local)))
@@ -366,6 +369,11 @@ class TrainingData:
     def _locate(self, row: int) -> tuple[Source, int]:
         number = int(np.searchsorted(self._offsets, row, side="right")) - 1
         return self.sources[number], row - int(self._offsets[number])
+
+
+def _pair(queries: np.ndarray, passages: np.ndarray) -> np.ndarray:
+    """Queries and passages as one number each: other pairs have other ones as surely as other texts have other keys."""
+    return queries * np.uint64(0x9E3779B97F4A7C15) + passages
 
 
 def _apart(ids: np.ndarray, source: Source) -> np.ndarray:
