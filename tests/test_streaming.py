@@ -92,6 +92,39 @@ def test_tab_separated_texts_are_rows_and_ids_are_refused(tmp_path: Path) -> Non
         open_training_data([str(tmp_path / "qidpidtriples.tsv")])
 
 
+@pytest.mark.parametrize(
+    "query", ["[Solved] q", "[1] q", "{name} q", "{", "[", '{"a": 1} q', "{{x}", '["a"] q', "[[" * 9999]
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff", "\n"])
+def test_tab_separated_texts_may_begin_with_a_bracket(tmp_path: Path, query: str, mark: str) -> None:
+    (tmp_path / "rows.tsv").write_text(f"{mark}{query}\tp\tn\nother\tp two\tn\n")
+    data = open_training_data([str(tmp_path / "rows.tsv")], max_bad_rows=mark.count("\n"))
+    assert list(data.row(0).values()) == [query, "p", "n"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"query":\t"q",\t"passage": "p"}\t\n',
+        '\t{\t"query": "q", "passage": "p"}\n',
+        '[\t{"query":\t"q", "passage": "p"}\t]\t',
+        '[{\t"query":\t"q",\n"passage": "p"}]',
+        '[\t\n\t{"query": "q", "passage": "p"}]',
+        '[\t{\t\n"query": "q", "passage": "p"}]',
+    ],
+)
+def test_tabs_between_the_parts_of_json_are_blanks(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    assert open_training_data([str(tmp_path / "rows.json")]).row(0) == {"query": "q", "positive": "p"}
+
+
+@pytest.mark.parametrize("text", ['{"query":\t"q" "passage": "p"}\n', '[{"query":\t"q" "passage": "p"}]'])
+def test_broken_json_with_tabs_is_no_tab_separated_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(ValueError, match=r"(line|entry) 1: expected a JSON .* malformed"):
+        open_training_data([str(tmp_path / "rows.json")])
+
+
 def test_msmarco_judgements_give_a_row_for_each_positive(msmarco: Path) -> None:
     data = open_training_data([str(msmarco)])
     assert [data.row(row) for row in range(3)] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from st_aggretriever.readers.text import decode_line, join_title, score_of, text
 QUERY = ("query", "anchor", "question")
 POSITIVE = ("passage", "positive", "answer")
 _NUMBERED = re.compile("negative(_[0-9]+)?")
+_JSON_START = re.compile(r"(\[\s*)?\{\s*(\"|$)|\[\s*$")
 
 
 class Pair(TypedDict):
@@ -101,6 +103,20 @@ def _negative(negative: Any) -> Passage:
     if not isinstance(negative, str):
         raise ValueError(f"expected strings or objects with 'text' in 'negatives', got {type(negative).__name__}.")
     return Passage(text_of({"negatives": negative}, "negatives").strip())
+
+
+def begins_json(line: bytes) -> bool:
+    """Whether a file whose first line this is holds JSON: an object a line, or one list of them.
+
+    The first query of tab-separated texts may begin with a bracket too: ``[Solved] how ...``.
+    """
+    text = line.decode("latin-1").strip()
+    if "\t" not in text:
+        return text[:1] in ("{", "[")
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text)[1] == len(text)
+    except (ValueError, RecursionError):  # broken, or a list that goes on in the next line
+        return bool(_JSON_START.match(text))
 
 
 def decode_tsv(line: str) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class Records:
         self.plain = Plain(path)
         self.sha256 = ""
         self._skip = skip
-        self._list = self.plain.first_byte() == b"["
+        self._list = decode is json_object and self.plain.first_byte() == b"["
         self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
 
     def scan(self, bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import logging
 import random
@@ -445,16 +446,18 @@ def _open_file(path: str, bad: BadRows) -> Source:
     head = [line for _, _, line in islice(plain.lines(), _PEEK)]
     if mined.peek(path, head):
         return mined.MinedSource(path, bad, _open_mined_for)
-    if plain.first_byte() == b"[":
+    first_line = next((line for line in head if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+    is_json = pairs.begins_json(first_line)
+    if is_json and plain.first_byte() == b"[":
         first = next((record for _, record in Records(path).scan(BadRows(_PEEK, str))), {})
         form, parse = _format_of(first)
         return RecordSource(Records(path), parse, form, bad)
-    if ".csv" in Path(path).suffixes and plain.first_byte() != b"{" and not all(b"\t" in line for line in head):
+    if ".csv" in Path(path).suffixes and not is_json and not all(b"\t" in line for line in head):
         raise ValueError(
             f"{path}: tables with commas are not read. Write jsonl with 'query' and 'passage', tab-separated texts, or "
             "parquet."
         )
-    if plain.first_byte() != b"{" and any(b"\t" in line for line in head):
+    if not is_json and any(b"\t" in line for line in head):
         pairs.refuse_ids(path, head)
         records = Records(path, skip=int(pairs.is_header(path, head[0])), decode=pairs.decode_tsv)
         return RecordSource(records, pairs.parse, "tab-separated texts", bad)
