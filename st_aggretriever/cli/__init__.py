@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from st_aggretriever.atomic import FULL
-
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|bad_alloc")  # a GPU's, torch's on the CPU, Faiss's
 
 
@@ -50,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sentence(error: Exception) -> str | None:
     """What to tell of an error, on one line; None of one that is a fault of ours."""
+    from st_aggretriever.atomic import FULL
+
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.errno in FULL and error.filename:
         return f"no space is left for {error.filename} ({error.strerror}). Make room and run the same command again."
