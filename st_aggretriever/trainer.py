@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -73,6 +74,7 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         Raises:
             OSError: A checkpoint cannot be written or read.
             ValueError: The checkpoint is damaged.
+            FloatingPointError: The loss or a weight is no longer finite; every checkpoint has finite weights.
         """
         if checkpoint is not None:
             check_checkpoint(Path(checkpoint))
@@ -102,7 +104,14 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
             return super().get_batch_sampler(dataset, *args, **kwargs)
         return self.data.batch_sampler(dataset, *args, **kwargs)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log(logs, *args, **kwargs)
+        # In fp16 a batch may overflow; the gradient's scaler then leaves its step out, and the weights stay finite.
+        if not math.isfinite(logs.get("loss", 0.0)) and not (self.args.fp16 and self._is_finite()):
+            raise FloatingPointError(f"the loss is {logs['loss']} at step {self.state.global_step}")
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._check_finite()
         # It draws from the random state that dropout goes by; a run with evaluations takes the steps of one without.
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
@@ -142,11 +151,19 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
 
+    def _is_finite(self) -> bool:
+        return all(bool(tensor.isfinite().all()) for tensor in self._trained().values())
+
+    def _check_finite(self) -> None:
+        if not self._is_finite():
+            raise FloatingPointError(f"weights are not finite at step {self.state.global_step}")
+
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, _WRITING) if self._writing else folder
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._check_finite()  # or the last good checkpoints would make room for useless ones
         folder = Path(self._get_output_dir(trial))
         beside = folder / _WRITING
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -31,7 +31,7 @@ SMALL_BACKBONE = 20_000_000  # parameters: below it the published learning rate 
 
 
 class DivergedError(ValueError):
-    """A training whose weights are no longer finite."""
+    """A training whose loss or weights are no longer finite."""
 
 
 def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> SentenceTransformer:
@@ -93,8 +93,11 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
             say(f"nothing to resume in {working}, a new run starts")
         _say_start(config, resolved, is_new, len(data), checkpoint)
         began = time.monotonic()
-        trainer.fit(checkpoint)
-        _check_result(trainer, resolved["steps"])
+        try:
+            trainer.fit(checkpoint)
+            _check_result(trainer, resolved["steps"])
+        except FloatingPointError as error:
+            raise DivergedError(_about_divergence(error, config, working)) from None
         if config.lora_rank:
             _merge(model)
         record = {
@@ -532,7 +535,21 @@ def _check_result(trainer: AggretrieverTrainer, steps: int) -> None:
             "text comes twice. Lower batch_size or max_steps."
         )
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):
-        raise DivergedError("train: the training diverged (weights are not finite). Lower the learning rates.")
+        raise FloatingPointError("weights are not finite at the end")
+
+
+def _about_divergence(error: FloatingPointError, config: TrainConfig, working: Path) -> str:
+    """What diverged, and what can be done."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    last = get_last_checkpoint(str(working)) if working.is_dir() else None
+    advice = "Train anew with lower learning rates."
+    if last is not None:
+        where = "and another output (--resume keeps the rates)"
+        advice = f"Train anew with lower learning rates {where}."
+        if not config.lora_rank:  # whose checkpoints hold the adapters alone
+            advice = f"{last} stays, its weights finite: train on from it (--model), or anew, at lower rates {where}."
+    return f"train: the training diverged ({error}). {advice}"
 
 
 def _dev_figures(trainer: AggretrieverTrainer) -> list[dict[str, float]]:

@@ -150,9 +150,52 @@ def test_bad_input_is_one_sentence_with_exit_code_2_and_leaves_no_trace(
 
 
 def test_divergence_shows_in_the_lines_and_is_an_error(settings: dict, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(ValueError, match="the training diverged"):
+    with pytest.raises(training.DivergedError, match=r"diverged \(the loss is nan at step 3\)\. Train anew with lower"):
         train(TrainConfig(**settings | {"learning_rate": 1e38}))
-    assert "loss nan" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "step 3/6: loss nan" in error
+    assert "step 4/6" not in error
+    assert not Path(settings["output"] + ".partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"save_steps": 1, "logging_steps": 100}, "weights are not finite at step 4"),
+        ({"save_steps": 3, "logging_steps": 1}, "the loss is nan at step 5"),
+        ({"eval_steps": 1, "dev_share": 0.2, "batch_size": 4, "logging_steps": 100}, "not finite at step 4"),
+        ({"save_steps": 3, "logging_steps": 100, "max_steps": 4}, "weights are not finite"),
+        ({"save_steps": 3, "logging_steps": 1, "lora_rank": 2}, "the loss is nan at step 5"),
+    ],
+    ids=str,
+)
+def test_a_run_that_diverges_keeps_its_last_healthy_checkpoint(
+    settings: dict, change: dict, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that isn't finite in step 4, as an overflow gives it."""
+    original = AggretrieverTrainer.training_step
+
+    def training_step(self: AggretrieverTrainer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.state.global_step == 3:
+            next(parameter for parameter in self.model.parameters() if parameter.grad is not None).grad.fill_(torch.nan)
+        return result
+
+    monkeypatch.setattr(AggretrieverTrainer, "training_step", training_step)
+    with pytest.raises(training.DivergedError, match=found) as caught:
+        train(TrainConfig(**settings | change))
+    assert not Path(settings["output"]).exists()
+    last = max((tmp_path / "out.partial").glob("checkpoint-*"))
+    assert last.name == "checkpoint-3"
+    for path in last.glob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+    if "lora_rank" in change:
+        assert "Train anew with lower learning rates and another output" in str(caught.value)
+        return
+    assert f"{last} stays, its weights finite: train on from it (--model)" in str(caught.value)
+    monkeypatch.undo()
+    again = {name: value for name, value in settings.items() if name not in ("lexical_dim", "cls_dim")}
+    train(TrainConfig(**again | {"model": last, "output": str(tmp_path / "again"), "max_steps": 1}))
 
 
 def test_a_run_that_stops_too_early_is_an_error(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
