@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from st_aggretriever.atomic import replacing
+from st_aggretriever.run_folder import check_place
 
 EXAMPLES = 3  # searches shown
 SHOWN = 3  # passages of each
-
-
+MARK = "quickstart.json"  # tells the folder of a run, with its settings
 SAVE_STEPS = 100  # between two checkpoints, from which an interrupted training goes on
 
 
@@ -82,6 +82,8 @@ def quickstart(
     from st_aggretriever.readers.pairs import read_pairs
     from st_aggretriever.training import train
 
+    home = Path(output)
+    _check_home(home)
     backbone = model or str(asset("mini"))
     folder = data or str(asset("sample"))
     sources = pairs or [folder]
@@ -93,7 +95,6 @@ def quickstart(
         "seed": seed,
         "device": device,
     }
-    home = Path(output)
     configs = {  # all of them before anything is written
         key: TrainConfig(
             model=backbone,
@@ -131,13 +132,18 @@ def quickstart(
     yield f"  model = load_aggretriever({str(home / 'agg')!r})"
 
 
-def _claim(home: Path, settings: dict[str, Any]) -> None:
-    """Make the folder of a run, or take up one's own; anybody else's, or of other settings, stays untouched."""
-    mark = home / "quickstart.json"
+def _check_home(home: Path) -> None:
+    """Refuse a folder that can't be made, or is anybody else's."""
     if home.exists() and not home.is_dir():
         raise ValueError(f"quickstart: output {home} is a file; nothing was overwritten. Name a folder.")
-    if home.is_dir() and any(home.iterdir()) and not mark.is_file():
+    if home.is_dir() and any(home.iterdir()) and not (home / MARK).is_file():
         raise ValueError(f"quickstart: output {home} is not empty; nothing was overwritten. Name another folder.")
+    check_place(home, "quickstart")
+
+
+def _claim(home: Path, settings: dict[str, Any]) -> None:
+    """Make the folder of a run, or take up one's own; one of other settings stays untouched."""
+    mark = home / MARK
     if mark.is_file():
         try:
             before = json.loads(mark.read_text(encoding="utf-8"))["settings"]

@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from st_aggretriever.atomic import check_parent, lock_folder
 from st_aggretriever.config import FREE, default_of
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 RECORD = "train.json"
+
+
+def check_place(output: Path, command: str) -> None:
+    """Refuse an output that can't be made, with the folders above it that are missing.
+
+    Raises:
+        ValueError: A file is in the way.
+        OSError: The folder takes no new files.
+    """
+    above = next(path for path in output.absolute().parents if os.path.exists(path))
+    if not above.is_dir():
+        raise ValueError(f"{command}: output {output} can't be made: {above} is a file. Name another output.")
+    check_parent(above / output.absolute().relative_to(above).parts[0])
+
+
+def check_output(output: Path, working: Path, *, resume: bool) -> None:
+    """Refuse the output of a run where it, or what lies in ``working``, is in the way.
+
+    Raises:
+        ValueError: Something else is there, or an interrupted run that isn't to be resumed.
+        BlockingIOError: Another run is writing it.
+        OSError: The output can't be made.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"train: output {output} is a file; nothing was overwritten. Name a folder.")
+    if output.is_dir() and any(output.iterdir()):
+        raise ValueError(f"train: output {output} is not empty; nothing was overwritten. Name another folder.")
+    if output.is_mount():
+        raise ValueError(
+            f"train: output {output} is a mount point and can't be put in place whole. Name a folder in it."
+        )
+    check_place(output, "train")
+    if (working / RECORD).is_file():
+        lock_folder(working).close()  # of a run that is alive, which must be neither resumed nor deleted
+    if working.exists() and not resume:
+        raise ValueError(f"train: {working} holds an interrupted run. Go on with --resume, or delete it.")
 
 
 def load_finished(start: dict[str, Any], output: Path, *, first: bool) -> SentenceTransformer:
@@ -76,7 +114,6 @@ def working_folder(working: Path, start: dict[str, Any], *, first: bool) -> Iter
     """
     from transformers.trainer_utils import get_last_checkpoint
 
-    from st_aggretriever.atomic import lock_folder
     from st_aggretriever.trainer import publish
 
     if not first:

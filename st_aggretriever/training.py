@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from st_aggretriever.config import TrainConfig
-from st_aggretriever.run_folder import RECORD, load_finished, working_folder, write_model
+from st_aggretriever.run_folder import RECORD, check_output, load_finished, working_folder, write_model
 from st_aggretriever.versions import versions
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     working = output.with_name(output.name + ".partial")
     finished = config.resume and (output / RECORD).is_file()
     if not finished and is_first():
-        _check_output(output, working, config.resume)
+        check_output(output, working, resume=config.resume)
     data = _open_data(config)
     start = {
         "config": asdict(config),
@@ -166,19 +166,6 @@ def _check_integrations(names: list[str]) -> None:
                 f"train: report_to {name!r} is not installed (pip install {name}), or none of transformers' "
                 f"integrations; here are {', '.join(available) or 'none'}."
             )
-
-
-def _check_output(output: Path, working: Path, resume: bool) -> None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"train: output {output} is a file; nothing was overwritten. Name a folder.")
-    if output.is_dir() and any(output.iterdir()):
-        raise ValueError(f"train: output {output} is not empty; nothing was overwritten. Name another folder.")
-    if output.is_mount():
-        raise ValueError(
-            f"train: output {output} is a mount point and can't be put in place whole. Name a folder in it."
-        )
-    if working.exists() and not resume:
-        raise ValueError(f"train: {working} holds an interrupted run. Go on with --resume, or delete it.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

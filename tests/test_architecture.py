@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"model", "modules"},
     "card": {"convert", "explain"},
     "hub": {"card", "convert", "encoding", "inspection", "model", "readers"},
-    "quickstart": {"atomic", "config", "evaluation", "model", "readers", "training"},
+    "quickstart": {"atomic", "config", "evaluation", "model", "readers", "run_folder", "training"},
 }
 
 

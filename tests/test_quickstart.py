@@ -117,6 +117,20 @@ def test_a_folder_of_somebody_elses_stays_as_it_is(
     assert [path.read_text() for path in output.iterdir()] == ["precious"]
 
 
+def test_an_output_that_cannot_be_made_is_found_before_any_work(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    for output, sentence in (
+        (tmp_path / "file" / "below" / "out", f"can't be made: {tmp_path / 'file'} is a file. Name another output."),
+        (Path("/proc/out"), "/proc/out can't be written (No such file or directory). Name another output."),
+    ):
+        assert main(["quickstart", "--model", "absent", "--data", str(data / "absent"), "--output", str(output)]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert len(error.strip().splitlines()) == 1
+
+
 def test_a_bad_option_is_found_before_anything_is_written(tiny_bert: str, data: Path, tmp_path: Path) -> None:
     for option, value in (("--lexical-dim", "640"), ("--epochs", "0"), ("--epochs", "-1"), ("--seed", "-1")):
         assert run(tiny_bert, data, tmp_path / "out", option, value) == 2

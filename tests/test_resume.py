@@ -278,6 +278,26 @@ def test_resume_refuses_other_settings_and_other_pairs(settings: dict, tmp_path:
     assert (tmp_path / "out.partial" / "checkpoint-2").is_dir()
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_is_alive_is_neither_resumed_nor_called_interrupted(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    settings["save_steps"] = 2
+    interrupt(settings, 3)
+    monkeypatch.setattr("st_aggretriever.training._open_data", lambda config: pytest.fail("it has begun to work"))
+    with (
+        lock_folder(tmp_path / "out.partial"),
+        pytest.raises(BlockingIOError, match=r"another process is writing .*Wait until it has ended"),
+    ):
+        train(TrainConfig(**settings, resume=resume))
+    (tmp_path / "out.partial" / "train.json").unlink()  # somebody else's folder then, which gets no lock from us
+    (tmp_path / "out.partial" / ".lock").unlink()
+    if not resume:
+        with pytest.raises(ValueError, match="holds an interrupted run"):
+            train(TrainConfig(**settings))
+        assert not (tmp_path / "out.partial" / ".lock").exists()
+
+
 def test_resume_starts_a_new_run_and_takes_a_finished_one_as_it_is(settings: dict, tmp_path: Path) -> None:
     first = weights(train(TrainConfig(**settings, resume=True)))
     (tmp_path / "out.partial").mkdir()  # Killed between the last rename and the removal of this folder.
