@@ -141,7 +141,7 @@ def working_folder(working: Path, start: dict[str, Any], *, first: bool) -> Iter
         last = get_last_checkpoint(str(working))
         if last is None and not _is_whole(working):
             shutil.rmtree(working, ignore_errors=True)
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and not str(error):  # a teacher's has a sentence of its own
             kept = f"{last} stays, --resume goes on from it" if last else "there was no checkpoint yet, nothing stays"
             if _is_whole(working):
                 kept = f"the trained model is in {working / 'model'}"

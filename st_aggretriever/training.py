@@ -85,10 +85,12 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
     model, is_new = starting_model(config)
     resolved = _resolve(config, model, is_new, len(data))
     args = _arguments(config, resolved, model, data, working, evaluator)
+    loss = _loss(config, model)
+    _check_batches(config, resolved, data)
     _fetch_development_set(config, args)
-    data, taught_by = _teach(config, resolved, data, args)
     with working_folder(working, start, first=is_first()) as checkpoint:
-        trainer = _trainer(config, resolved, model, data, args, evaluator)
+        data, taught_by = _teach(config, resolved, data, args)  # may take hours: all that is refused has been by now
+        trainer = _trainer(config, model, data, args, loss, evaluator)
         if config.resume and checkpoint is None:
             say(f"nothing to resume in {working}, a new run starts")
         _say_start(config, resolved, is_new, len(data), checkpoint)
@@ -477,33 +479,38 @@ def _loss(config: TrainConfig, model: SentenceTransformer) -> Any:
     return AggretrieverLoss(model, **options)
 
 
-def _trainer(
-    config: TrainConfig,
-    resolved: dict[str, Any],
-    model: SentenceTransformer,
-    data: TrainingData,
-    args: SentenceTransformerTrainingArguments,
-    evaluator: BaseEvaluator | None,
-) -> AggretrieverTrainer:
-    from st_aggretriever.trainer import AggretrieverTrainer
-
-    trainer = AggretrieverTrainer(
-        model=model,
-        args=args,
-        data=data,
-        loss=_loss(config, model),
-        evaluator=evaluator,
-        patience=config.patience,
-    )
-    needed = min(resolved["steps"], resolved["steps_in_epoch"])
-    sampler: Any = trainer.get_train_dataloader().batch_sampler
-    filled = len(list(islice(sampler, needed)))
+def _check_batches(config: TrainConfig, resolved: dict[str, Any], data: TrainingData) -> None:
+    needed = min(resolved["steps"], resolved["steps_in_epoch"]) * processes()
+    filled = filled_batches(data, config.batch_size, config.seed, needed)
     if filled < needed:
         raise ValueError(
             f"train: the pairs fill only {filled} of {needed} batches of {config.batch_size} in which no text comes "
             "twice. Lower batch_size or max_steps."
         )
-    return trainer
+
+
+def filled_batches(data: TrainingData, batch_size: int, seed: int, needed: int) -> int:
+    """How many of an epoch's first ``needed`` batches there are, in which no text comes twice."""
+    import torch
+
+    options = {"batch_size": batch_size, "drop_last": True, "valid_label_columns": []}
+    sampler = data.batch_sampler(data.dataset(), **options, generator=torch.Generator(), seed=seed)
+    return sum(1 for _ in islice(sampler, needed))
+
+
+def _trainer(
+    config: TrainConfig,
+    model: SentenceTransformer,
+    data: TrainingData,
+    args: SentenceTransformerTrainingArguments,
+    loss: Any,
+    evaluator: BaseEvaluator | None,
+) -> AggretrieverTrainer:
+    from st_aggretriever.trainer import AggretrieverTrainer
+
+    return AggretrieverTrainer(
+        model=model, args=args, data=data, loss=loss, evaluator=evaluator, patience=config.patience
+    )
 
 
 def _prompt(model: SentenceTransformer, task: str) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
-from training_runs import die_at, make_rows, write_rows
+from training_runs import die_at, interrupt, make_rows, write_rows
 
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train, training
 from st_aggretriever.cli import _parser, main
@@ -150,6 +150,40 @@ def test_bad_input_is_one_sentence_with_exit_code_2_and_leaves_no_trace(
         assert message in error
         assert sorted(tmp_path.rglob("*")) == before, message
     assert (tmp_path / "full" / "mine.txt").read_text() == "keep me"
+
+
+def test_what_is_refused_is_refused_before_the_teacher_is_asked(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make_rows(24, negatives=1)
+    settings |= {"pairs": [write_rows(tmp_path / "negatives.jsonl", rows)], "teacher": "bm25", "save_steps": 2}
+    same = write_rows(tmp_path / "same.jsonl", [row | {"query": "the same"} for row in rows])
+    interrupt(settings, 3)
+    partial = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("st_aggretriever.teacher.load_teacher", lambda *args, **kwargs: pytest.fail("it was asked"))
+    fresh = {"output": str(tmp_path / "fresh")}
+    for change, message in (
+        ({"resume": True, "epochs": 3}, "had other settings: epochs"),
+        ({"resume": True, "pairs": [same]}, "had other pairs|fill only"),
+        (fresh | {"pairs": [same]}, "fill only 0 of 3 batches"),
+        (fresh | {"pooling": "mean", "fold_dims": [8]}, "fold_dims"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(TrainConfig(**settings | change))
+        assert sorted(tmp_path.rglob("*")) == partial
+
+
+def test_an_interrupted_teacher_says_where_its_scores_are(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt("interrupted; the scores stay")
+
+    settings |= {"pairs": [write_rows(tmp_path / "negatives.jsonl", make_rows(24, negatives=1))], "teacher": "bm25"}
+    monkeypatch.setattr("st_aggretriever.teacher.score_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="the scores stay"):
+        train(TrainConfig(**settings))
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_divergence_shows_in_the_lines_and_is_an_error(settings: dict, capsys: pytest.CaptureFixture) -> None:
