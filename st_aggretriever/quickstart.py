@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from st_aggretriever.atomic import replacing
 from st_aggretriever.run_folder import check_place
+
+if TYPE_CHECKING:
+    from st_aggretriever.readers.training import TrainingData
 
 EXAMPLES = 3  # searches shown
 SHOWN = 3  # passages of each
@@ -73,13 +76,14 @@ def quickstart(
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        ValueError: ``output`` holds something else than a run of this kind, or one of other settings.
+        ValueError: ``output`` holds something else than a run of this kind, or one of other settings; the pairs fill
+            no batch.
         ValueError, OSError: As :func:`train` and :func:`evaluate_beir`.
     """
     from st_aggretriever.config import TrainConfig, default_of
     from st_aggretriever.evaluation.bm25 import evaluate_bm25
     from st_aggretriever.model import build_aggretriever
-    from st_aggretriever.readers.pairs import read_pairs
+    from st_aggretriever.readers.training import open_training_data
     from st_aggretriever.training import train
 
     home = Path(output)
@@ -87,11 +91,17 @@ def quickstart(
     backbone = model or str(asset("mini"))
     folder = data or str(asset("sample"))
     sources = pairs or [folder]
-    count = sum(1 for source in sources for _ in read_pairs(source))
+    try:
+        rows = open_training_data(sources, seed=seed)  # as training will
+    except ValueError as error:
+        if "--negatives" not in str(error):
+            raise
+        raise ValueError(f"{error} That is an option of st-aggretriever train.") from None
+    count = len(rows)
     settings: dict[str, Any] = {
         "pairs": sources,
         "epochs": epochs if epochs is not None else 20.0 if count < 1000 else 3.0,
-        "batch_size": min(count, default_of("batch_size")),
+        "batch_size": _batch_size(rows, default_of("batch_size"), seed),
         "seed": seed,
         "device": device,
     }
@@ -109,19 +119,19 @@ def quickstart(
     }
     untrained = build_aggretriever(backbone, seed=seed, **ARMS["untrained"].options(cls_dim, lexical_dim)).float()
     shown = {"model": backbone, "data": folder, **settings, "cls_dim": cls_dim, "lexical_dim": lexical_dim}
-    _claim(home, {name: value for name, value in shown.items() if name != "device"})
+    _claim(home, shown)
     yield f"backbone {model or 'mini (bundled)'}, collection {data or 'sample (bundled)'}, {count} training pairs"
 
-    rows = {"BM25": evaluate_bm25(folder, run=home / "bm25.trec", overwrite=True)}
+    results = {"BM25": evaluate_bm25(folder, run=home / "bm25.trec", overwrite=True)}
     for key, arm in ARMS.items():
         if arm.trained:
             yield f"training {arm.name}, model {list(ARMS).index(key)} of {len(ARMS) - 1}"
             encoder = train(configs[key])
         else:
             encoder = untrained
-        rows[arm.name] = _evaluated(encoder, folder, home, key)
+        results[arm.name] = _evaluated(encoder, folder, home, key)
     yield ""
-    yield from _table(rows)
+    yield from _table(results)
     yield ""
     yield from _searches(folder, home / "agg.trec")
     yield f"The model is in {home / 'agg'}. Next:"
@@ -130,6 +140,27 @@ def quickstart(
     yield ""
     yield "  from st_aggretriever import load_aggretriever"
     yield f"  model = load_aggretriever({str(home / 'agg')!r})"
+
+
+def _batch_size(rows: TrainingData, most: int, seed: int) -> int:
+    """The largest at which the pairs fill an epoch's batches, in which no query and no passage comes twice.
+
+    Raises:
+        ValueError: There is none.
+    """
+    from st_aggretriever.training import filled_batches
+
+    queries = len(set(rows.query_keys.tolist()))
+    size = min(most, queries)
+    while size >= 2:
+        batches = len(rows) // size
+        if filled_batches(rows, size, seed, batches) == batches:
+            return size
+        size //= 2
+    raise ValueError(
+        f"quickstart: {len(rows)} training pairs of {queries} different queries fill no batches, in which no query and "
+        "no passage may come twice. Give others, or more, by --pairs."
+    )
 
 
 def _check_home(home: Path) -> None:
@@ -147,8 +178,12 @@ def _claim(home: Path, settings: dict[str, Any]) -> None:
     if mark.is_file():
         try:
             before = json.loads(mark.read_text(encoding="utf-8"))["settings"]
-            changed = [f"{name} ({before[name]}, now {now})" for name, now in settings.items() if before[name] != now]
-        except (ValueError, KeyError, TypeError):
+            changed = [
+                f"{name} ({before[name]}, now {now})"
+                for name, now in settings.items()
+                if before.get(name, now if name == "device" else None) != now  # which runs had not noted
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"quickstart: {mark} is broken. Name another output.") from None
         if changed:
             raise ValueError(

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import die_at
@@ -17,6 +18,7 @@ TEXTS = {
     "d4": "a fox and a dog sleep in the sun",
 }
 QUERIES = {"a": "flour and salt", "b": "ship sea", "c": "capital of france", "d": "fox in the sun"}
+SIZES = ["--epochs", "1", "--cls-dim", "4", "--lexical-dim", "16", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -39,8 +41,7 @@ def run(tiny_bert: str, data: Path, output: Path, *more: str) -> int:
              for query, text in zip(QUERIES.values(), TEXTS.values(), strict=True)]  # fmt: skip
     pairs.write_text("\n".join(lines) + "\n")
     arguments = ["--model", tiny_bert, "--data", str(data), "--pairs", str(pairs), "--output", str(output)]
-    sizes = ["--epochs", "1", "--cls-dim", "4", "--lexical-dim", "16", "--device", "cpu"]
-    return main(["quickstart", *arguments, *sizes, *more])
+    return main(["quickstart", *arguments, *SIZES, *more])
 
 
 def test_table_searches_and_model(
@@ -84,6 +85,86 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(
     capsys.readouterr()
     assert run(tiny_bert, data, tmp_path / "out", "--epochs", "4") == 0
     assert "4 steps of 32 pairs, after checkpoint-2" in capsys.readouterr().err
+
+
+def several_positives(data: Path) -> list[str]:
+    """A BEIR folder's train split with four positives for each of four queries."""
+    judged = "".join(f"{query}\t{document}\t1\n" for query in QUERIES for document in TEXTS)
+    (data / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    return []
+
+
+def tevatron(data: Path) -> list[str]:
+    """Five rows with three positives each."""
+    rows = [
+        {
+            "query": f"question {n}",
+            "positive_passages": [{"docid": f"{n}-{p}", "title": "", "text": f"answer {n} {p}"} for p in range(3)],
+            "negative_passages": [],
+        }
+        for n in range(5)
+    ]
+    (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--pairs", str(data / "rows.jsonl")]
+
+
+def shared_passages(data: Path) -> list[str]:
+    """Nine queries of three passages: batches of nine and of four can't be filled."""
+    rows = [{"query": f"question {n}", "passage": f"answer {n % 3}"} for n in range(9)]
+    (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--pairs", str(data / "rows.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("make", "pairs", "size"), [(several_positives, 16, 4), (tevatron, 5, 5), (shared_passages, 9, 2)]
+)
+def test_a_batch_is_as_large_as_the_pairs_can_fill(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, pairs: int, size: int
+) -> None:
+    output = tmp_path / "out"
+    more = make(data)
+    assert main(["quickstart", "--model", tiny_bert, "--data", str(data), "--output", str(output), *SIZES, *more]) == 0
+    assert f"{pairs} training pairs" in capsys.readouterr().out
+    record = json.loads((output / "agg" / "train.json").read_text())
+    assert (record["config"]["batch_size"], record["steps"]) == (size, pairs // size)
+
+
+def test_pairs_that_fill_no_batch_are_refused_before_anything_is_written(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rows, sentence in (
+        (
+            [{"query": f"q {n}", "passage": "the same"} for n in range(8)],
+            "8 training pairs of 8 different queries fill no",
+        ),
+        ([{"query": "q", "passage": f"p {n}"} for n in range(8)], "8 training pairs of 1 different queries fill no"),
+        (
+            [{"query": "q", "passage": "p", "negatives": ["n"] * n} for n in (1, 2)],
+            "an option of st-aggretriever train",
+        ),
+    ):
+        (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        more = ["--pairs", str(data / "rows.jsonl"), "--output", str(tmp_path / "out")]
+        assert main(["quickstart", "--model", tiny_bert, "--data", str(data), *SIZES, *more]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert len(error.strip().splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_another_device_is_another_setting(
+    tiny_bert: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tiny_bert, data, tmp_path / "out") == 0
+    monkeypatch.setattr("st_aggretriever.evaluation.bm25.evaluate_bm25", lambda *a, **k: pytest.fail("it has begun"))
+    assert run(tiny_bert, data, tmp_path / "out", "--device", "auto") == 2
+    assert "other settings: device (cpu, now auto)" in capsys.readouterr().err
+    monkeypatch.undo()
+    mark = tmp_path / "out" / "quickstart.json"
+    before = json.loads(mark.read_text())
+    del before["settings"]["device"]  # as the first of these runs had it
+    mark.write_text(json.dumps(before))
+    assert run(tiny_bert, data, tmp_path / "out") == 0
 
 
 def test_other_settings_in_the_same_folder_are_refused(
@@ -139,7 +220,6 @@ def test_a_bad_option_is_found_before_anything_is_written(tiny_bert: str, data: 
 
 def test_a_few_pairs_are_a_batch(tiny_bert: str, data: Path, tmp_path: Path) -> None:
     """The four of the train split."""
-    sizes = ["--epochs", "1", "--cls-dim", "4", "--lexical-dim", "16", "--device", "cpu"]
     output = tmp_path / "out"
-    assert main(["quickstart", "--model", tiny_bert, "--data", str(data), "--output", str(output), *sizes]) == 0
+    assert main(["quickstart", "--model", tiny_bert, "--data", str(data), "--output", str(output), *SIZES]) == 0
     assert json.loads((output / "agg" / "train.json").read_text())["config"]["batch_size"] == 4
