@@ -429,7 +429,8 @@ def _arguments(
         learning_rate=resolved["learning_rate"],
         learning_rate_mapping=_learning_rates(config, resolved, model),
         lr_scheduler_type="linear",
-        warmup_steps=config.warmup_ratio,  # below 1 it is a share
+        # Below 1 it is a share, rounded up: all of a single step, which would then be taken at a rate of 0.
+        warmup_steps=config.warmup_ratio if resolved["steps"] > 1 else 0,
         bf16=resolved["precision"] == "bf16",
         fp16=resolved["precision"] == "fp16",
         use_cpu=on_cpu,

@@ -124,6 +124,18 @@ def test_learning_rates_follow_the_size_and_reach_their_modules(
     assert rates(5) == ({5e-6}, {5e-6})
 
 
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.9])
+def test_a_run_of_one_step_trains_at_the_full_rate(settings: dict, warmup: float) -> None:
+    """And of two: the first, of the warm-up, at none, the last at the full one."""
+    for steps, rates in ((1, [1e-2]), (2, [1e-2, 5e-3] if warmup == 0 else [0.0, 1e-2 if warmup < 0.5 else 5e-3])):
+        settings["output"] += str(steps)
+        start = weights(build_aggretriever(settings["model"], lexical_dim=16, cls_dim=8))
+        model = train(TrainConfig(**settings, max_steps=steps, warmup_ratio=warmup))
+        losses = json.loads((Path(settings["output"]) / "train.json").read_text())["losses"]
+        assert [entry["learning_rate"] for entry in losses] == pytest.approx(rates)
+        assert {name.split(".")[0] for name in differing(weights(model), start)} == {"0", "1", "3"}
+
+
 def test_modules_have_learning_rates_of_their_own(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: dict[str, float] = {}
 
@@ -227,10 +239,11 @@ def test_tensorboards_files_lie_beside_the_model(
 
 
 def test_an_encoder_takes_over_a_head(settings: dict, headless_bert: str, tiny_bert: str) -> None:
-    model = train(TrainConfig(**settings | {"model": headless_bert}, mlm_head_from=tiny_bert, max_steps=1))
+    settings |= {"model": headless_bert, "learning_rate": 1e-60}  # no step at all in float32
+    model = train(TrainConfig(**settings, mlm_head_from=tiny_bert, max_steps=1))
     donor = build_aggretriever(tiny_bert, lexical_dim=16).state_dict()
     name = next(name for name in donor if name.endswith("transform.dense.weight"))
-    assert torch.equal(model.state_dict()[name], donor[name])  # the only step has a learning rate of 0
+    assert torch.equal(model.state_dict()[name], donor[name])
 
 
 def test_training_goes_on_from_an_aggretriever(settings: dict, tmp_path: Path) -> None:
