@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import import_from_string, load_file_path
 from torch import nn
@@ -105,7 +106,7 @@ def build_aggretriever(
     transformer_kwargs = _inside_sentence_transformer(path, activation if has_head else None, transformer_kwargs)
     _refuse_published(path, transformer_kwargs)
     options = {"query_length": query_length, "document_length": document_length, **transformer_kwargs}
-    with _naming(path, mlm_head_from):
+    with naming(path, mlm_head_from):
         if mlm_head_from is None:
             encoder = MLMEncoder(path, head=has_head, **options)
         else:
@@ -232,8 +233,17 @@ def _refuse_published(path: str, transformer_kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _naming(*names: str | Path | None) -> Iterator[None]:
-    """Name what can't be had from the Hub, or is damaged, which the libraries' sentences don't."""
+def naming(*names: str | Path | None, owner: str = "build_aggretriever") -> Iterator[None]:
+    """Name what can't be had from the Hub, or is damaged, which the libraries' sentences don't.
+
+    Args:
+        *names: What is loaded meanwhile.
+        owner: Whose sentence it is.
+
+    Raises:
+        ValueError: It is damaged.
+        OSError: It isn't found.
+    """
     given = " or ".join(repr(str(name)) for name in names if name is not None)
     try:
         yield
@@ -242,23 +252,22 @@ def _naming(*names: str | Path | None) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"build_aggretriever: the config.json of {given} holds a value of a wrong kind ({reason}). Fetch it again."
+            f"{owner}: the config.json of {given} holds a value of a wrong kind ({reason}). Fetch it again."
         ) from error
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         sentence = _about_weights(error, given)
         if sentence is None:
             raise
-        raise ValueError(f"build_aggretriever: {sentence} Fetch the model again.") from None
+        raise ValueError(f"{owner}: {sentence} Fetch the model again.") from None
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch at the end of a file that was cut short
-            raise ValueError(f"build_aggretriever: the weights in {given} can't be read. Fetch them again.") from None
+            raise ValueError(f"{owner}: the weights in {given} can't be read. Fetch them again.") from None
         away = [repr(str(name)) for name in names if name is not None and not Path(name).exists()]
         if not away or isinstance(error, FileNotFoundError):
             raise
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise OSError(
-            f"build_aggretriever: there is no folder {' or '.join(away)}, and no such model on the Hub in reach"
-            f" ({reason})."
+            f"{owner}: there is no folder {' or '.join(away)}, and no such model on the Hub in reach ({reason})."
         ) from None
 
 
@@ -388,7 +397,7 @@ def _about_weights(error: Exception, place: str) -> str | None:
     said = " ".join(str(error).split())
     if said.startswith("Could not find 'model.safetensors'"):
         return f"{place} has no weights (model.safetensors)."
-    if isinstance(error, EOFError | pickle.UnpicklingError) or "failed reading zip archive" in said:
+    if isinstance(error, EOFError | pickle.UnpicklingError | SafetensorError) or "failed reading zip archive" in said:
         return f"the weights in {place} can't be read: cut short, or a git-LFS pointer."
     if "loading state_dict" in said:
         first = said.partition(": ")[2].partition(". size mismatch")[0].rstrip(".")

@@ -136,11 +136,18 @@ def load_teacher(name: str, *, device: str | None = None, batch_size: int = 32) 
 
     Raises:
         OSError: Not found.
-        ValueError: A classifier of several classes.
+        ValueError: A classifier of several classes, or a damaged file.
     """
     if name == "bm25":
         return _BM25()
     kind = _kind(name)
+    from st_aggretriever.model import naming
+
+    with naming(name, owner="teacher"):
+        return _load_model(name, kind, device, batch_size)
+
+
+def _load_model(name: str, kind: str, device: str | None, batch_size: int) -> Teacher:
     if kind == "cross-encoder":
         from sentence_transformers import CrossEncoder
 
@@ -173,6 +180,9 @@ def cache_folder() -> Path:
 def _kind(name: str) -> str:
     from sentence_transformers.util import load_file_path
 
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # which transformers reports without their names
+        if found := load_file_path(name, file):
+            _read_object(found)
     found = load_file_path(name, "config_sentence_transformers.json")
     model_type = _read_object(found).get("model_type") if found else None
     named = {"CrossEncoder": "cross-encoder", "SparseEncoder": "sparse encoder"}

@@ -1,6 +1,7 @@
 """Teacher scores: the teacher's own, computed once for what the rows will give, kept by its content."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import make_config, make_tokenizer, save_backbone
-from sentence_transformers import SparseEncoder
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from st_aggretriever import build_aggretriever, teacher
 from st_aggretriever.readers.training import TrainingData, open_training_data
@@ -198,6 +199,43 @@ def test_a_damaged_configuration_of_a_teacher_is_named(tmp_path: Path, name: str
     Path(folder, name).write_text(content)
     with pytest.raises(ValueError, match=rf"teacher: .*/{name} (is broken|must hold an object)"):
         load_teacher(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each kind of teacher."""
+    folder = tmp_path_factory.mktemp("teachers")
+    save_cross_encoder(folder / "cross-encoder")
+    backbone = save_backbone(folder / "splade")[0]
+    build_aggretriever(backbone, lexical_dim=16, cls_dim=8).save_pretrained(str(folder / "aggretriever"))
+    SparseEncoder(backbone, device="cpu").save_pretrained(str(folder / "sparse encoder"))
+    SentenceTransformer(backbone, device="cpu").save_pretrained(str(folder / "bi-encoder"))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["cross-encoder", "splade", "sparse encoder", "bi-encoder", "aggretriever"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "cut", "one byte less", "a pointer", "other sizes", "a wrong kind", "tokenizer"]
+)
+def test_a_damaged_teacher_of_any_kind_is_one_sentence(teachers: Path, tmp_path: Path, kind: str, damage: str) -> None:
+    folder = tmp_path / "teacher"
+    shutil.copytree(teachers / kind, folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole = weights.read_bytes()
+    files: dict[str, tuple[Path, bytes]] = {
+        "empty": (weights, b""),
+        "cut": (weights, whole[:2000]),
+        "one byte less": (weights, whole[:-1]),
+        "a pointer": (weights, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "other sizes": (config, config.read_bytes().replace(b'"intermediate_size": 24', b'"intermediate_size": 32')),
+        "a wrong kind": (config, config.read_bytes().replace(b'"intermediate_size": 24', b'"intermediate_size": "x"')),
+        "tokenizer": (folder / "tokenizer.json", (folder / "tokenizer.json").read_bytes()[:100]),
+    }
+    path, content = files[damage]
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{folder}.*[Ff]etch (the model|the file|it|them) again") as caught:
+        load_teacher(str(folder), device="cpu")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_what_cannot_teach_is_refused(data: TrainingData, tmp_path: Path) -> None:
