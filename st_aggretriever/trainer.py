@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import zlib
@@ -194,7 +195,8 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
     def _rotate(self, folder: Path, best: str) -> None:
         """Remove all but the last checkpoints and the best; a name goes first, or a kill would leave a half of it."""
         limit = self.args.save_total_limit
-        found = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        ours = [path for path in folder.iterdir() if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
+        found = sorted(ours, key=lambda path: int(path.name.rpartition("-")[2]))
         others = [path for path in found if path.name != best]
         room = len(found) if limit is None else max(1, limit - (len(found) - len(others)))
         for path in others[:-room]:

@@ -1,6 +1,7 @@
 """The same weights, whatever happens on the way: interruptions, kills, evaluations."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +256,18 @@ def test_the_last_two_checkpoints_stay_and_load_as_models(settings: dict, tmp_pa
     names = sorted(path.name for path in (tmp_path / "out.partial").glob("*"))
     assert names == [".lock", "checkpoint-3", "checkpoint-4", "train.json"]
     assert load_aggretriever(tmp_path / "out.partial" / "checkpoint-4").encode("a dog").shape == (24,)
+
+
+def test_what_is_no_checkpoint_stays_beside_them(settings: dict, uninterrupted: dict, tmp_path: Path) -> None:
+    settings["save_steps"] = 1
+    interrupt(settings, 3)
+    others = ["checkpoint-2-backup", "checkpoint-x", "checkpoint-", "my-checkpoint-1"]
+    for name in others:
+        shutil.copytree(tmp_path / "out.partial" / "checkpoint-2", tmp_path / "out.partial" / name)
+    interrupt(settings | {"resume": True}, 6)
+    left = {path.name for path in (tmp_path / "out.partial").iterdir()}
+    assert left == {*others, "checkpoint-4", "checkpoint-5", ".lock", "train.json"}
+    assert differing(weights(train(TrainConfig(**settings, resume=True))), uninterrupted) == set()
 
 
 def test_an_interrupted_run_without_checkpoint_leaves_nothing(settings: dict, tmp_path: Path) -> None:
