@@ -9,6 +9,7 @@ from typing import Any
 
 # Settings that a resumed run may change: they don't touch the weights.
 FREE = {"output", "pairs", "resume", "save_steps", "logging_steps", "report_to", "report"}
+TEACHERS = ("kl_weight", "margin_mse_weight", "contrastive_weight", "temperature", "teacher_batch_size")
 # The first setting of each group of ``train --help``.
 GROUPS = {
     "model": "what to train, on what",
@@ -204,8 +205,12 @@ class TrainConfig:
             raise ValueError("TrainConfig: dev_data and dev_share are two development sets. Give one.")
         if self.mini_batch_size is not None and self.mini_batch_tokens is not None:
             raise ValueError("TrainConfig: mini_batch_size and mini_batch_tokens both set the same thing. Give one.")
-        if self.teacher is None and self.contrastive_weight != 1:
-            raise ValueError("TrainConfig: contrastive_weight weighs the labels against a teacher. Give one.")
+        self._check_used(TEACHERS, self.teacher is not None, "a teacher")
+        # NanoBEIR has splits and figures of its own.
+        self._check_used(("dev_split",), self.dev_data not in (None, "nanobeir"), "dev_data, a BEIR folder")
+        self._check_used(
+            ("dev_metric",), self.has_dev_set and self.dev_data != "nanobeir", "dev_data, a BEIR folder, or dev_share"
+        )
         if self.teacher is not None and not (self.kl_weight or self.margin_mse_weight):
             raise ValueError("TrainConfig: with a teacher kl_weight or margin_mse_weight must be above 0.")
         if self.fold_weights and len(self.fold_weights) != len(self.fold_dims):
@@ -224,6 +229,14 @@ class TrainConfig:
             )
         if self.lora_rank and self.mlm_head_learning_rate is not None:
             raise ValueError("TrainConfig: lora_rank leaves the MLM head as it is, without mlm_head_learning_rate.")
+
+    def _check_used(self, names: tuple[str, ...], used: bool, needed: str) -> None:
+        """Refuse settings that were given, and would do nothing."""
+        for name in names:
+            if not used and getattr(self, name) != default_of(name):
+                raise ValueError(
+                    f"TrainConfig: {name} has nothing to act on without {needed}. Give one, or leave it out."
+                )
 
     @property
     def has_dev_set(self) -> bool:

@@ -123,9 +123,13 @@ def build_aggretriever(
         "excluded_tokens": excluded_tokens,
         "include_prompt": include_prompt,
     }
+    slices: dict[str, Any] = {"aggregation": aggregation, "slicing": slicing, "remainder": remainder, "seed": seed}
     heads: list[nn.Module] = []
     parts: dict[str, int] = {}
     with torch.random.fork_rng(devices=[]):
+        # A wrong name is refused also where the part that reads it is left away.
+        MLMLexicalPooling(1, activation=activation, **weighting)
+        SliceMaxAgg(2, 1, **slices)
         torch.manual_seed(seed)
         if cls_dim and pooling != "mean":
             parts["cls_embedding"] = cls_dim
@@ -135,9 +139,7 @@ def build_aggretriever(
                 heads.append(MLMLexicalPooling(hidden_size, activation=activation, **weighting))
             else:
                 heads.append(TokenLexicalPooling(hidden_size, vocab_size, **weighting))
-            aggregator = SliceMaxAgg(
-                vocab_size, lexical_dim, aggregation=aggregation, slicing=slicing, remainder=remainder, seed=seed
-            )
+            aggregator = SliceMaxAgg(vocab_size, lexical_dim, **slices)
             heads.append(aggregator)
             parts["lexical_embedding"] = aggregator.lexical_dim
         elif pooling == "mean":

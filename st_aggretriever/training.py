@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from st_aggretriever.config import TrainConfig
+from st_aggretriever.config import TrainConfig, default_of
 from st_aggretriever.run_folder import RECORD, check_output, load_finished, working_folder, write_model
 from st_aggretriever.versions import versions
 
@@ -152,8 +152,10 @@ def _check_environment(config: TrainConfig, evaluator: BaseEvaluator | None) -> 
         from st_aggretriever.evaluation.metrics import import_pytrec_eval
 
         import_pytrec_eval()
-    elif evaluator is None and config.patience:
-        raise ValueError("train: patience needs a development set: give dev_data or dev_share.")
+    elif evaluator is None:
+        for name in ("patience", "eval_steps"):
+            if getattr(config, name) != default_of(name):
+                raise ValueError(f"train: {name} needs a development set: give dev_data or dev_share.")
     if config.report_to:
         _check_integrations(config.report_to)
 

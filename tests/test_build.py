@@ -174,6 +174,15 @@ def test_bad_options_are_refused_by_name(tiny_bert: str, options: dict, message:
         build(tiny_bert, **options)
 
 
+@pytest.mark.parametrize("pooling", ["mlm", "tokens", "cls", "mean", "mean+cls"])
+@pytest.mark.parametrize(
+    "option", ["aggregation", "term_weight", "activation", "slicing", "remainder", "excluded_tokens"]
+)
+def test_a_wrong_name_is_refused_for_every_pooling(tiny_bert: str, pooling: str, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be one of .*, got 'sgined'"):
+        build(tiny_bert, pooling=pooling, **{option: "sgined"})
+
+
 def test_unknown_options_are_refused_by_name(tiny_bert: str) -> None:
     with pytest.raises(TypeError, match="lexcal_dim"):
         build_aggretriever(tiny_bert, lexcal_dim=16)

@@ -46,7 +46,21 @@ from st_aggretriever.trainer import AggretrieverTrainer
         ({"eval_steps": 0}, "eval_steps must be at least 1"),
         ({"dev_metric": "MAP"}, "dev_metric must be one of RR@10, nDCG@10"),
         ({"mini_batch_size": 4, "mini_batch_tokens": 99}, "mini_batch_size and mini_batch_tokens both"),
-        ({"contrastive_weight": 0.0}, "contrastive_weight weighs the labels against a teacher"),
+        *(
+            ({name: value}, f"{name} has nothing to act on without a teacher. Give one, or leave it out")
+            for name, value in {
+                "kl_weight": 5.0,
+                "margin_mse_weight": 1.0,
+                "contrastive_weight": 0.0,
+                "temperature": 3.0,
+                "teacher_batch_size": 8,
+            }.items()
+        ),
+        ({"dev_split": "x"}, "dev_split has nothing to act on without dev_data, a BEIR folder"),
+        ({"dev_split": "x", "dev_share": 0.1}, "dev_split has nothing to act on without dev_data, a BEIR folder"),
+        ({"dev_split": "x", "dev_data": "nanobeir"}, "dev_split has nothing to act on without dev_data"),
+        ({"dev_metric": "nDCG@10"}, "dev_metric has nothing to act on without dev_data, a BEIR folder, or dev_share"),
+        ({"dev_metric": "nDCG@10", "dev_data": "nanobeir"}, "dev_metric has nothing to act on without dev_data"),
         ({"teacher": "bm25", "kl_weight": 0.0}, "with a teacher kl_weight or margin_mse_weight must be above 0"),
         ({"lora_rank": 2, "mlm_head_learning_rate": 1e-3}, "lora_rank leaves the MLM head as it is"),
     ],
@@ -98,6 +112,7 @@ def bad_inputs(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield {"fold_dims": [8], "fold_weights": [1, 2]}, "one weight for each of the 1 fold_dims, got 2"
     yield {"pairs": [""]}, "pairs must name a file or folder, got an empty name"
     yield {"patience": 1}, "patience needs a development set"
+    yield {"eval_steps": 7}, "eval_steps needs a development set"
     yield {"dev_data": folder / "absent"}, "absent"
     yield {"batch_size": 25}, "batch_size must be at most the number of pairs, 24, got 25"
     yield {"output": folder / "full"}, "full is not empty; nothing was overwritten"
