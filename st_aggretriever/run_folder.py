@@ -87,7 +87,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None:
-    """Raises ValueError where two runs differ in a setting, or in their pairs."""
+    """Raises ValueError where two runs differ in a setting, in their pairs or, where both know it, their start."""
     old, new = before.get("config", {}), json.loads(json.dumps(now["config"]))
     # A run of an older version lacks the settings that came later: it had their defaults.
     old = {name: old.get(name, default_of(name)) for name in new}
@@ -99,6 +99,13 @@ def check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None
         raise ValueError(f"train: the run in {where} had other settings: {found}. Resume with the same ones.")
     if before.get("pairs_sha256") != now["pairs_sha256"]:
         raise ValueError(f"train: the run in {where} had other pairs. Resume with the same ones, in the same order.")
+    # A checkpoint doesn't hold all of it: of adapters nothing but these. The first runs didn't note it.
+    started, starts = before.get("model_sha256"), now.get("model_sha256")
+    if started and starts and started != starts:
+        raise ValueError(
+            f"train: the run in {where} started from another model: {new['model']} has changed since. Put the old one "
+            f"back, or delete {where} and train anew."
+        )
 
 
 @contextmanager

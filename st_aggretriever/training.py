@@ -60,6 +60,8 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
         >>> config = TrainConfig(model="distilbert-base-uncased", pairs=["pairs.jsonl"], output="agg")
         >>> model = train(config)  # doctest: +SKIP
     """
+    from st_aggretriever.encoding import model_hash
+
     _check_environment(config, evaluator)
     output = Path(config.output).resolve()
     working = output.with_name(output.name + ".partial")
@@ -83,6 +85,9 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
             f"train: batch_size must be at most the number of pairs, {len(data)}{together}, got {config.batch_size}."
         )
     model, is_new = starting_model(config)
+    start["model_sha256"] = model_hash(model)
+    if config.lora_rank:
+        _adapt(model, config.lora_rank, config.seed)
     resolved = _resolve(config, model, is_new, len(data))
     args = _arguments(config, resolved, model, data, working, evaluator)
     loss = _loss(config, model)
@@ -265,10 +270,7 @@ def starting_model(config: TrainConfig) -> tuple[SentenceTransformer, bool]:
         )
     _say_lengths(config, model)
     # A checkpoint in half precision comes in half precision, whose steps would be lost in rounding.
-    model = model.float()
-    if config.lora_rank:
-        _adapt(model, config.lora_rank, config.seed)
-    return model, is_new
+    return model.float(), is_new
 
 
 def _set_exact(name: str, model: SentenceTransformer) -> None:

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"config", "trainer"},
     "dev": {"evaluation", "readers"},
     "run_folder": {"atomic", "config", "model", "report", "trainer"},
-    "training": {"config", "dev", "evaluation", "losses", "model", "modules", "readers"}
+    "training": {"config", "dev", "encoding", "evaluation", "losses", "model", "modules", "readers"}
     | {"report", "run_folder", "teacher", "trainer", "versions"},
     "export": {"atomic", "modules", "model", "vectors"},
     "check": {"model", "modules"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import save_backbone
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from sentence_transformers.base.evaluation import BaseEvaluator
@@ -310,6 +311,28 @@ def test_a_run_that_is_alive_is_neither_resumed_nor_called_interrupted(
         with pytest.raises(ValueError, match="holds an interrupted run"):
             train(TrainConfig(**settings))
         assert not (tmp_path / "out.partial" / ".lock").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=str)
+def test_resume_refuses_another_starting_model(settings: dict, options: dict, tmp_path: Path) -> None:
+    """Of the same name: a checkpoint of adapters has nothing else of it."""
+    settings |= options | {"model": save_backbone(tmp_path / "bert")[0], "save_steps": 2}
+    expected = weights(train(TrainConfig(**settings)))
+    settings["output"] = str(tmp_path / "killed")
+    interrupt(settings, 3)
+    save_backbone(tmp_path / "bert", seed=7)
+    with pytest.raises(
+        ValueError, match=r"started from another model: .*bert has changed since\. Put the old one back"
+    ):
+        train(TrainConfig(**settings, resume=True))
+    assert (tmp_path / "killed.partial" / "checkpoint-2").is_dir()
+    save_backbone(tmp_path / "bert")
+    interrupt(settings | {"resume": True}, 5)
+    path = tmp_path / "killed.partial" / "train.json"
+    record = json.loads(path.read_text())
+    assert len(record.pop("model_sha256")) == 64
+    path.write_text(json.dumps(record))  # as the first runs have it
+    assert differing(weights(train(TrainConfig(**settings, resume=True))), expected) == set()
 
 
 def test_resume_starts_a_new_run_and_takes_a_finished_one_as_it_is(settings: dict, tmp_path: Path) -> None:
