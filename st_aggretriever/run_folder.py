@@ -191,7 +191,6 @@ def _write_json(path: Path, content: Any) -> None:
 def _card(model: SentenceTransformer, record: dict[str, Any]) -> str:
     """A short model card; the stock one's snippet lacks ``trust_remote_code``, and it quotes training texts."""
     config, resolved = record["config"], record["resolved"]
-    pairs = sum(record["pairs"].values())
     base = Path(config["model"]).name if Path(config["model"]).exists() else config["model"]
     return f"""---
 library_name: sentence-transformers
@@ -222,6 +221,7 @@ from sentence_transformers import SentenceTransformer
 model = SentenceTransformer("path/to/this/folder", trust_remote_code=True)
 ```
 
-Trained from {base} on {pairs:,} pairs in {resolved["steps"]:,} steps of {config["batch_size"]}, learning rate
-{resolved["learning_rate"]:g} (heads {resolved["head_learning_rate"]:g}). `{RECORD}` has all settings and the losses.
+Trained from {base} on {resolved["pairs"]:,} pairs in {resolved["steps"]:,} steps of {config["batch_size"]}, learning
+rate {resolved["learning_rate"]:g} (heads {resolved["head_learning_rate"]:g}). The training folder's `{RECORD}` has all
+settings and the losses.
 """

@@ -218,6 +218,9 @@ def test_held_out_pairs_are_not_trained_on(settings: dict, monkeypatch: pytest.M
     queries = [texts for texts, _ in seen[::2]]
     assert len({text for batch in queries for text in batch}) == len(queries) * 4 == len(left) // 4 * 4
     assert record_of(settings)["resolved"]["pairs"] == len(left)
+    card = (Path(settings["output"]) / "README.md").read_text()
+    assert f" on {len(left)} pairs in " in card
+    assert "The training folder's `train.json` has all\nsettings" in card  # which a copy by save_pretrained lacks
 
 
 def test_a_share_that_holds_out_nothing_or_all_is_refused(settings: dict) -> None:
