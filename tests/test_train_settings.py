@@ -310,6 +310,14 @@ def test_the_command_trains_and_says_what_it_wrote(settings: dict, capsys: pytes
     assert load_aggretriever(settings["output"]).encode("a dog").shape == (24,)
 
 
+def test_a_run_that_is_complete_is_not_said_to_be_written_again(settings: dict, capsys: pytest.CaptureFixture) -> None:
+    settings |= {"epochs": 1, "resume": True}
+    end = f"{settings['output']}: 24 dimensions; settings and losses in train.json\n"
+    for expected in (f"wrote {end}", f"{settings['output']} is complete already\n{end}"):
+        assert main(["train", *flags(settings)]) == 0
+        assert capsys.readouterr().out == expected
+
+
 def test_the_interrupted_command_says_how_to_go_on(settings: dict, capsys: pytest.CaptureFixture) -> None:
     with pytest.MonkeyPatch.context() as patch:
         die_at(patch, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any, get_args
 
 
@@ -88,11 +89,14 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 def _train(args: argparse.Namespace) -> None:
     from st_aggretriever.config import TrainConfig
+    from st_aggretriever.run_folder import RECORD
     from st_aggretriever.training import is_first, train
 
     config = TrainConfig(**{name: value for name, value in vars(args).items() if name != "function"})
+    complete = config.resume and (Path(config.output) / RECORD).is_file()
     model = train(config)
     if not is_first():
         return
     files = "train.json, a summary in report.md" if config.report else "train.json"
-    print(f"wrote {config.output}: {model.get_embedding_dimension()} dimensions; settings and losses in {files}")
+    written = f"{config.output} is complete already\n" if complete else "wrote "
+    print(f"{written}{config.output}: {model.get_embedding_dimension()} dimensions; settings and losses in {files}")
