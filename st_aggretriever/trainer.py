@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer_state.json"  # transformers' name
 ADAPTED = "adapted.safetensors"  # what a checkpoint holds of a model with LoRA: its trained tensors
+SUMS = "losses-{}.json"  # of a process by its number: the sums of its losses since the last line with their means
 FILES = "files.json"  # of each of a checkpoint's files, by name: size and CRC-32
 _WRITING = "writing"  # Not "checkpoint-N", so that nobody takes what lies in there for a checkpoint.
 STOCK_LOGS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}  # The rest are the loss's parts.
@@ -55,6 +56,8 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         self.data = data
         self.patience = patience
         self._writing = False
+        self._loss_sum: torch.Tensor | None = None  # the stock trainer's own
+        self._earlier: dict[str, Any] = {}  # what a checkpoint has in SUMS
         self.remove_callback(PrinterCallback)
         if not self.args.disable_tqdm:
             self.remove_callback(ProgressCallback)
@@ -89,6 +92,8 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
                 self._load_from_checkpoint(str(folder))
                 self.state = state
                 return
+            sums = Path(checkpoint) / SUMS.format(self.args.process_index)
+            self._earlier = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
         self.train(resume_from_checkpoint=checkpoint)
 
     def stopped_early(self, state: TrainerState) -> bool:
@@ -163,6 +168,23 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, _WRITING) if self._writing else folder
 
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._earlier:
+            # Or the first means of a resumed run would be those of the steps since.
+            tr_loss += self._earlier["loss"]
+            self._globalstep_last_logged = self._earlier["since"]
+            parts = self.accum_loss_components["train"]
+            parts |= {name: parts[name] + value for name, value in self._earlier["parts"].items()}
+            self._earlier = {}
+        self._loss_sum = tr_loss
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _write_sums(self, folder: Path) -> None:
+        parts = {name: tensor.item() for name, tensor in self.accum_loss_components["train"].items()}
+        loss = 0.0 if self._loss_sum is None else self._loss_sum.item()
+        sums = {"loss": loss, "since": self._globalstep_last_logged, "parts": parts}
+        (folder / SUMS.format(self.args.process_index)).write_text(json.dumps(sums), encoding="utf-8")
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._check_finite()  # or the last good checkpoints would make room for useless ones
         folder = Path(self._get_output_dir(trial))
@@ -174,7 +196,8 @@ class AggretrieverTrainer(SentenceTransformerTrainer):
         self._writing = True
         try:
             super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()  # Each process has its random state in there.
+            self._write_sums(beside / name)
+            self.accelerator.wait_for_everyone()  # Each process has its random state and its losses in there.
             best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if best == name or (folder / best).is_dir():
                 # The stock code has looked for it, or recorded it, beside its place.

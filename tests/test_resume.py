@@ -90,6 +90,23 @@ def test_a_resumed_run_ends_alike_with_every_loss(settings: dict, options: dict,
     assert differing(weights(train(TrainConfig(**settings, resume=True))), expected) == set()
 
 
+@pytest.mark.parametrize(
+    ("logging_steps", "save_steps", "death"), [(4, 3, 4), (4, 3, 6), (6, 2, 5), (100, 1, 3), (2, 2, 4)]
+)
+def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(
+    settings: dict, logging_steps: int, save_steps: int, death: int, tmp_path: Path
+) -> None:
+    """Wherever its checkpoint lies between two lines, whose means they are."""
+    settings |= {"logging_steps": logging_steps, "save_steps": save_steps}
+    train(TrainConfig(**settings))
+    settings["output"] = str(tmp_path / "killed")
+    interrupt(settings, death)
+    train(TrainConfig(**settings, resume=True))
+    expected, found = (json.loads((tmp_path / name / "train.json").read_text()) for name in ("out", "killed"))
+    assert found["steps_before_resuming"] > 0
+    assert found["losses"] == expected["losses"]
+
+
 def test_killed_at_random_moments_it_ends_alike_and_no_checkpoint_is_corrupt(tiny_bert: str) -> None:
     """By SIGKILL, with the cached loss; the benchmark itself does it ten times to four kinds of runs."""
     script = Path(__file__).parent.parent / "benchmarks" / "kill_and_resume.py"
