@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bulk": {"atomic", "encoding", "search", "vectors"},
     "ray_engine": {"bulk", "search", "vectors"},
     "windows": {"encoding", "fold", "folding"},
-    "convert": {"modules"},
+    "convert": {"atomic", "modules"},
     "graft": {"modules"},
     "model": {"modules", "convert", "graft"},
     "inspection": {"modules", "convert", "model"},
@@ -47,8 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"report", "run_folder", "teacher", "trainer", "versions"},
     "export": {"atomic", "modules", "model", "vectors"},
     "check": {"model", "modules"},
-    "card": {"convert", "explain"},
-    "hub": {"card", "convert", "encoding", "inspection", "model", "readers"},
+    "card": {"convert", "encoding", "explain", "readers"},
+    "hub": {"card", "convert", "inspection", "model", "readers"},
     "quickstart": {"atomic", "config", "evaluation", "model", "readers", "run_folder", "training"},
 }
 
