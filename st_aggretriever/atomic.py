@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ def replacing(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     """
     path = Path(path)
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(target)
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
         with temporary.open(mode, **text) as file:
@@ -42,6 +41,11 @@ def replacing(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         raise OSError(error.errno, error.strerror, str(path)) from None  # by the name that somebody gave
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a file lies until it is complete."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def partial_of(folder: str | Path) -> Path:
@@ -92,11 +96,13 @@ def check_parent(output: Path) -> None:
     Raises:
         FileNotFoundError, PermissionError or another OSError.
     """
-    folder = output.absolute().parent
-    if not folder.is_dir():
+    target = Path(os.path.realpath(output))  # where a symbolic link leads to
+    if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder of {output} does not exist. Make it first.")
-    try:  # with a name as long as any that the output has meanwhile
-        tempfile.NamedTemporaryFile(dir=folder, prefix=f".{output.name}.", suffix=".partial").close()
+    try:
+        probe = temporary_of(target)
+        probe.open("wb").close()
+        probe.unlink()
     except OSError as error:
         raise type(error)(f"{output} can't be written ({error.strerror}). Name another output.") from None
 

@@ -231,9 +231,9 @@ class TrainConfig:
             raise ValueError("TrainConfig: lora_rank leaves the MLM head as it is, without mlm_head_learning_rate.")
 
     def _check_used(self, names: tuple[str, ...], used: bool, needed: str) -> None:
-        """Refuse settings that were given, and would do nothing."""
+        """Refuse settings that were given, and would do nothing; not of a run begun before they were refused."""
         for name in names:
-            if not used and getattr(self, name) != default_of(name):
+            if not (used or self.resume) and getattr(self, name) != default_of(name):
                 raise ValueError(
                     f"TrainConfig: {name} has nothing to act on without {needed}. Give one, or leave it out."
                 )

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from st_aggretriever.atomic import replacing
+from st_aggretriever.atomic import check_parent, replacing
 from st_aggretriever.run_folder import check_place
 
 if TYPE_CHECKING:
@@ -169,7 +169,10 @@ def _check_home(home: Path) -> None:
         raise ValueError(f"quickstart: output {home} is a file; nothing was overwritten. Name a folder.")
     if home.is_dir() and any(home.iterdir()) and not (home / MARK).is_file():
         raise ValueError(f"quickstart: output {home} is not empty; nothing was overwritten. Name another folder.")
-    check_place(home, "quickstart")
+    if home.is_dir():  # whose own folder may be another user's
+        check_parent(home / MARK)
+    else:
+        check_place(home, "quickstart")
 
 
 def _claim(home: Path, settings: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def _check_environment(config: TrainConfig, evaluator: BaseEvaluator | None) -> 
 
         import_pytrec_eval()
     elif evaluator is None:
-        for name in ("patience", "eval_steps"):
+        for name in ("patience", *(() if config.resume else ("eval_steps",))):  # which a run may have been begun with
             if getattr(config, name) != default_of(name):
                 raise ValueError(f"train: {name} needs a development set: give dev_data or dev_share.")
     if config.report_to:

@@ -104,6 +104,25 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "real").iterdir()] == ["r"]
 
 
+def test_a_link_that_leads_nowhere_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "r")
+    assert main(["evaluate", "beir", "--model", "bm25", "--data", SAMPLE, "--run", str(tmp_path / "link")]) == 2
+    said = capsys.readouterr()
+    assert f"the folder of {tmp_path / 'link'} does not exist" in said.err
+    assert said.out == ""
+
+
+def test_a_command_without_standard_output_ends_as_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed = SimpleNamespace(parse_args=lambda _: SimpleNamespace(function=lambda _: print("done")))
+    monkeypatch.setattr(cli, "_parser", lambda: parsed)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([]) == 0
+
+
 def test_a_name_too_long_for_its_temporary_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

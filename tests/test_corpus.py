@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pickle
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,14 @@ def test_a_file_that_is_changed_after_the_scan_is_refused(tmp_path: Path) -> Non
     paths[1].write_text("b1\tsix\nb2\tten\n")  # as long as before
     os.utime(paths[1], ns=(1, 1))
     assert corpus.read(0).rows == [("a1", "one"), ("a2", "two")]
-    with pytest.raises(ValueError, match=r"b\.tsv was changed while it was being read\. Put it back"):
+    with pytest.raises(ValueError, match=r"b\.tsv was changed while it was being read\. Run the same command again"):
         corpus.read(1)
+    copied = pickle.loads(pickle.dumps(corpus))  # as a worker on another machine has it, whose file is a copy
+    assert copied.read(1).rows == [("b1", "six"), ("b2", "ten")]
+    paths[1].write_text("b1\tsix\n")
+    with pytest.raises(ValueError, match=r"b\.tsv was changed"):
+        copied.read(1)
+    paths[1].write_text("b1\tsix\nb2\tten\n")
     corpus.scan(2)
     assert corpus.read(1).rows == [("b1", "six"), ("b2", "ten")]
 

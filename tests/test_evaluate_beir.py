@@ -219,6 +219,15 @@ def test_failure_leaves_no_file(data: Path, tmp_path: Path, monkeypatch: pytest.
         evaluate_beir(Counter(), data, run=tmp_path / "run", output=tmp_path / "json")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("st_aggretriever.evaluation.beir.json.dumps", full)
+    with pytest.raises(OSError, match="no space left"):
+        evaluate_beir(Counter(), data, run=tmp_path / "run", output=tmp_path / "json")
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
 
 def test_ids_with_blanks_are_refused_only_where_a_run_is_written(tmp_path: Path) -> None:
     data = write(tmp_path / "data", {"a b": "cat", "c": "dog"}, {"q": "cat"}, "q\ta b\t1\n")

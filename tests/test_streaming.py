@@ -163,7 +163,6 @@ def test_msmarco_triples_that_follow_one_another_are_one_row(msmarco: Path) -> N
         ("10\t9\t2", "passage '9' is not in the collection"),
         ("10\t1\t9", "the negative '9' is not in the collection"),
         ("10\t1\t6", "the negative '6' is empty"),
-        ("10\t4\t7", "the negative '7' has the positive's text"),
         ("10\t1\t1", "'1' is its own negative"),
         ("", "the line is empty"),
     ],
@@ -176,6 +175,16 @@ def test_broken_triple_is_named_and_can_be_left_out(msmarco: Path, line: str, se
     data = open_training_data([str(msmarco)], max_bad_rows=1)
     assert (len(data), list(data.bad_rows.values())) == (2, [1])
     assert data.row(1)["negative_1"] == "passage 5"
+
+
+def test_a_row_whose_negatives_repeat_its_positive_lacks_them_where_they_are_wanted(msmarco: Path) -> None:
+    (msmarco / "collection.tsv").open("a").write("7\tpassage  4\n")
+    (msmarco / "qidpidtriples.train.small.tsv").write_text("10\t1\t0\n10\t4\t7\n20\t2\t5\n")
+    assert [list(row.values()) for row in map(open_training_data([str(msmarco)], negatives=0).row, range(3))][1][1] == (
+        "passage 4"
+    )
+    with pytest.raises(ValueError, match=r"tsv line 2: expected 1 negatives, or more, got 0\. .* the positive's text"):
+        open_training_data([str(msmarco)], negatives=1)
 
 
 BAD_NEGATIVES = {"unknown": "99", "empty": "6", "left out of the collection": "8"}

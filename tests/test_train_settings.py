@@ -342,3 +342,8 @@ def test_help_and_settings_need_no_torch() -> None:
         "TrainConfig(model='m', pairs=['p'], output='o'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_begun_with_settings_that_do_nothing_can_be_resumed() -> None:
+    for given in ({"temperature": 3.0}, {"dev_split": "x"}, {"dev_metric": "nDCG@10"}):
+        TrainConfig(model="m", pairs=["p"], output="o", resume=True, **given)  # type: ignore[arg-type]

@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _terminated_as_interrupted() as terminated:
         try:
             args.function(args)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed, as a daemon's may be
+                sys.stdout.flush()
         except KeyboardInterrupt as interrupt:
             print(f"st-aggretriever: {str(interrupt) or 'interrupted'}", file=sys.stderr)
             return _leave(143 if terminated else 130)
@@ -91,8 +92,8 @@ def _leave(code: int) -> int:
     """A process that has joined a group ends here and now: to free gloo's threads after a failure can wait for ever."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)  # never imported for a message's sake
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         os._exit(code)
     return code
 

@@ -84,6 +84,8 @@ def reading(place: Path) -> Iterator[None]:
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # tokenizers raises nothing more special
+        if "does not recognize this architecture" in str(error) or "Unrecognized configuration class" in str(error):
+            raise  # a sound file of a kind that transformers doesn't know
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise ValueError(
             f"convert: {place} is damaged, or holds a value of a wrong kind ({type(error).__name__}: {reason}). Fetch "

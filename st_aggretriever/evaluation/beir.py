@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -297,12 +298,13 @@ def score_hits(
         "versions": versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    if run is not None:
-        with replacing(run) as file:
+    with ExitStack() as both:  # written, then named, the figures first: a run alone is taken for another evaluation's
+        if run is not None:
+            file = both.enter_context(replacing(run))
             file.writelines(run_lines(rankings, run_format))
-    if output is not None:
-        with replacing(output) as file:
-            file.write(json.dumps(result, indent=2) + "\n")
+            file.flush()
+        if output is not None:
+            both.enter_context(replacing(output)).write(json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -197,7 +197,7 @@ class _File:
         self.packed: str | None = None
         self.sha256 = ""  # of the uncompressed content, once it was read from the start to the end
         self.header = 0  # bytes before the first row
-        self.stamp: tuple[int, int] | None = None  # size and time of change at the scan
+        self.stamp: tuple[int, int | None] | None = None  # size and time of change at the scan
         try:
             with path.open("rb") as file:
                 parquet = file.read(4) == b"PAR1"
@@ -212,19 +212,26 @@ class _File:
         except (IsADirectoryError, PermissionError) as error:
             raise type(error)(f"{path} can't be read ({error.strerror}).") from None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # On another machine it may be a copy, as long but of another time.
+        return {**self.__dict__, "stamp": self.stamp and (self.stamp[0], None)}
+
     def note_stamp(self) -> None:
         """Remember what tells that the file was changed."""
         self.stamp = self._stamp()
 
     def refuse_changed(self) -> None:
         """Raises ValueError if the file is another than the one that was scanned."""
-        if self.stamp != self._stamp():
+        if self.stamp is None:
+            return
+        (size, changed), now = self.stamp, self._stamp()
+        if size != now[0] or changed not in (None, now[1]):
             raise ValueError(
-                f"{self.path} was changed while it was being read. Put it back and run the same command again, or name"
-                " another output."
+                f"{self.path} was changed while it was being read. Run the same command again with the file as it was,"
+                " or name another output."
             )
 
-    def _stamp(self) -> tuple[int, int]:
+    def _stamp(self) -> tuple[int, int | None]:
         found = self.path.stat()
         return found.st_size, found.st_mtime_ns
 

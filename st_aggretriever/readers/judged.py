@@ -92,8 +92,7 @@ class JudgedSource:
 
     def _add_triples(self, triples: Plain, bad: BadRows) -> str:
         digest = hashlib.sha256()
-        own: tuple[str, str] | None = None  # query and positive of the lines at hand
-        opened, repeats = False, ""  # whether they have made a row; what to say if they make none
+        own: tuple[str, str] | None = None  # query and positive of the row at hand
         for number, start, raw, ids, (position, key), (other, other_key) in self._looked_up(triples, digest):
             try:
                 if isinstance(ids, ValueError):
@@ -111,23 +110,14 @@ class JudgedSource:
                 bad.add(str(triples.path), f"{triples.path} line {number}: {error}")
                 continue
             if (query, positive) != own:
-                if repeats:
-                    bad.add(str(triples.path), repeats)
-                own, opened, repeats = (query, positive), False, ""
-            if other_key == key:  # No broken line, but no negative either: MS MARCO holds some passages twice.
-                if not opened:
-                    repeats = f"{triples.path} line {number}: the negative {negative!r} has the positive's text."
-                continue
-            if not opened:
                 self._add(query, positive, position, 0)
                 self._starts.append(start)
-                self._ends.append(start)
                 self._lines.append(number)
-                opened, repeats = True, ""
+                self._ends.append(start)
+                own = query, positive
             self._ends[-1] = start + len(raw)
-            self._numbers.negatives[-1] += 1
-        if repeats:
-            bad.add(str(triples.path), repeats)
+            # A collection may hold a passage twice: no broken line, but no negative either.
+            self._numbers.negatives[-1] += other_key != key
         return digest.hexdigest()
 
     def _looked_up(self, triples: Plain, digest: Any) -> Iterator[_Line]:

@@ -102,6 +102,8 @@ def why_not_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         return f"malformed JSON ({error.msg}, {line}column {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"text that is no UTF-8 ({error.reason})"
     return "JSON nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
 
 

@@ -282,6 +282,8 @@ class TrainingData:
     def _too_few(self, row: int, found: int, how: str) -> str:
         source, local = self._locate(row)
         advice = "--negatives N draws N of each row's for every epoch."
+        if isinstance(source, JudgedSource):
+            advice = "Lower --negatives, or remove the row's lines; one with the positive's text is no negative."
         if isinstance(source, mined.MinedSource):
             advice = (
                 f"Lower --negatives, or mine again with --negatives {self.negatives} --drop-short, a larger --depth "
