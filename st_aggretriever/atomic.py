@@ -107,6 +107,20 @@ def check_parent(output: Path) -> None:
         raise type(error)(f"{output} can't be written ({error.strerror}). Name another output.") from None
 
 
+def check_place(output: Path) -> None:
+    """Refuse an output that can't be made together with the folders above it that are missing.
+
+    Raises:
+        NotADirectoryError: A file is in the way.
+        OSError: The folder that is there takes no new file.
+    """
+    output = output.absolute()
+    above = next(path for path in output.parents if os.path.exists(path))
+    if not above.is_dir():
+        raise NotADirectoryError(f"{output} can't be made: {above} is a file. Name another output.")
+    check_parent(above / output.relative_to(above).parts[0])
+
+
 def lock_folder(folder: Path) -> IO[Any]:
     """The lock of a folder that one process writes, see :func:`lock_file`."""
     return lock_file(folder / ".lock", f"another process is writing {folder}")

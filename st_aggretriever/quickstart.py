@@ -8,8 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from st_aggretriever.atomic import check_parent, replacing
-from st_aggretriever.run_folder import check_place
+from st_aggretriever.atomic import check_parent, check_place, replacing
 
 if TYPE_CHECKING:
     from st_aggretriever.readers.training import TrainingData
@@ -172,7 +171,7 @@ def _check_home(home: Path) -> None:
     if home.is_dir():  # whose own folder may be another user's
         check_parent(home / MARK)
     else:
-        check_place(home, "quickstart")
+        check_place(home)
 
 
 def _claim(home: Path, settings: dict[str, Any]) -> None:

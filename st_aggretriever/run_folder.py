@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from st_aggretriever.atomic import check_parent, lock_folder
+from st_aggretriever.atomic import check_place, lock_folder
 from st_aggretriever.config import FREE, default_of
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 RECORD = "train.json"
-
-
-def check_place(output: Path, command: str) -> None:
-    """Refuse an output that can't be made, with the folders above it that are missing.
-
-    Raises:
-        ValueError: A file is in the way.
-        OSError: The folder takes no new files.
-    """
-    above = next(path for path in output.absolute().parents if os.path.exists(path))
-    if not above.is_dir():
-        raise ValueError(f"{command}: output {output} can't be made: {above} is a file. Name another output.")
-    check_parent(above / output.absolute().relative_to(above).parts[0])
 
 
 def check_output(output: Path, working: Path, *, resume: bool) -> None:
@@ -48,7 +34,7 @@ def check_output(output: Path, working: Path, *, resume: bool) -> None:
         raise ValueError(
             f"train: output {output} is a mount point and can't be put in place whole. Name a folder in it."
         )
-    check_place(output, "train")
+    check_place(output)
     if (working / RECORD).is_file():
         lock_folder(working).close()  # of a run that is alive, which must be neither resumed nor deleted
     if working.exists() and not resume:

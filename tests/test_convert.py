@@ -546,7 +546,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_work(
         for to in ("st", "castorini"):
             assert main(["convert", "source", str(tmp_path / output), "--to", to]) == 2
             error = capsys.readouterr().err
-            assert f"{tmp_path / output} can't be made, as {tmp_path / 'file'} is no folder." in error
+            assert f"{tmp_path / output} can't be made: {tmp_path / 'file'} is a file." in error
 
 
 def test_a_link_to_an_empty_folder_is_filled_where_it_leads(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from sentence_transformers.util import load_file_path
 from torch import nn
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoTokenizer
 
-from st_aggretriever.atomic import check_parent
+from st_aggretriever.atomic import check_place
 from st_aggretriever.convert.castorini import is_castorini, read_castorini, write_castorini
 from st_aggretriever.convert.checkpoint import (
     FILES,
@@ -300,10 +300,7 @@ def check_new_folder(output_dir: str | Path) -> Path:
             raise FileExistsError(f"convert: the folder {output} is not empty; name another, or empty it.")
     elif output.exists():
         raise FileExistsError(f"convert: {output} exists and is no folder; name another.")
-    there = next(parent for parent in output.parents if parent.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"convert: {output} can't be made, as {there} is no folder. Name another output.")
-    check_parent(there / output.relative_to(there).parts[0])
+    check_place(output)
     return output
 
 
