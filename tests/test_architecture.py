@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"model", "modules"},
     "card": {"convert", "encoding", "explain", "readers"},
     "hub": {"card", "convert", "inspection", "model", "readers"},
-    "quickstart": {"atomic", "config", "evaluation", "model", "readers", "run_folder", "training"},
+    "quickstart": {"atomic", "config", "evaluation", "model", "readers", "training"},
 }
 
 
