@@ -79,14 +79,16 @@ def check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None
     old = {name: old.get(name, default_of(name)) for name in new}
     for name, default in (("evaluator", None), ("processes", 1)):
         old[name], new[name] = before.get(name, default), now[name]
-    changed = [name for name in new if name not in FREE and old[name] != new[name]]
+    started, starts = before.get("model_sha256"), now.get("model_sha256")  # the first runs didn't note it
+    # The same model may lie elsewhere by now, as the one in this package does after a reinstallation.
+    free = FREE | {"model"} if started and started == starts else FREE
+    changed = [name for name in new if name not in free and old[name] != new[name]]
     if changed:
         found = ", ".join(f"{name} ({old[name]}, now {new[name]})" for name in changed)
         raise ValueError(f"train: the run in {where} had other settings: {found}. Resume with the same ones.")
     if before.get("pairs_sha256") != now["pairs_sha256"]:
         raise ValueError(f"train: the run in {where} had other pairs. Resume with the same ones, in the same order.")
-    # A checkpoint doesn't hold all of it: of adapters nothing but these. The first runs didn't note it.
-    started, starts = before.get("model_sha256"), now.get("model_sha256")
+    # A checkpoint doesn't hold all of it: of adapters nothing but these.
     if started and starts and started != starts:
         raise ValueError(
             f"train: the run in {where} started from another model: {new['model']} has changed since. Put the old one "

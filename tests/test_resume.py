@@ -352,6 +352,18 @@ def test_resume_refuses_another_starting_model(settings: dict, options: dict, tm
     assert differing(weights(train(TrainConfig(**settings, resume=True))), expected) == set()
 
 
+def test_a_run_goes_on_where_its_starting_model_has_moved(settings: dict, tmp_path: Path) -> None:
+    settings |= {"model": save_backbone(tmp_path / "bert")[0], "save_steps": 2}
+    expected = weights(train(TrainConfig(**settings)))
+    settings["output"] = str(tmp_path / "killed")
+    interrupt(settings, 3)
+    moved = settings | {"model": str((tmp_path / "bert").rename(tmp_path / "moved"))}
+    save_backbone(tmp_path / "other", seed=7)
+    with pytest.raises(ValueError, match=r"had other settings: model \(.*bert, now .*other\)"):
+        train(TrainConfig(**settings | {"model": str(tmp_path / "other")}, resume=True))
+    assert differing(weights(train(TrainConfig(**moved, resume=True))), expected) == set()
+
+
 def test_resume_starts_a_new_run_and_takes_a_finished_one_as_it_is(settings: dict, tmp_path: Path) -> None:
     first = weights(train(TrainConfig(**settings, resume=True)))
     (tmp_path / "out.partial").mkdir()  # Killed between the last rename and the removal of this folder.
