@@ -90,6 +90,24 @@ def check_output(output: str | Path) -> None:
     check_parent(output)
 
 
+def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: bool) -> None:
+    """Refuse output files that exist, that have no folder, or that are one file.
+
+    Raises:
+        FileExistsError, FileNotFoundError, PermissionError (or another OSError), ValueError: in this order.
+    """
+    paths = [Path(path) for path in (run, output) if path is not None]
+    for path in paths:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"  # a device, a pipe: replaced, it would be gone
+            raise FileExistsError(f"{path} is {kind}. Name a file.")
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists already. Name another file or overwrite it (--overwrite).")
+        check_parent(path)
+    if len(paths) == 2 and paths[0].resolve() == paths[1].resolve():
+        raise ValueError(f"two outputs are both {paths[0]}. Name two files.")
+
+
 def check_parent(output: Path) -> None:
     """Refuse an output whose folder doesn't exist, or takes no new file: before the work, not after it.
 

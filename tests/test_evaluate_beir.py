@@ -15,7 +15,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from st_aggretriever import build_aggretriever
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import model_hash
-from st_aggretriever.evaluation.beir import evaluate_beir, format_result
+from st_aggretriever.evaluation.beir import evaluate_beir
+from st_aggretriever.evaluation.result import format_result
 
 pytest.importorskip("pytrec_eval")
 
@@ -214,7 +215,7 @@ def test_failure_leaves_no_file(data: Path, tmp_path: Path, monkeypatch: pytest.
         yield "half a run"
         raise OSError("no space left")
 
-    monkeypatch.setattr("st_aggretriever.evaluation.beir.run_lines", half)
+    monkeypatch.setattr("st_aggretriever.evaluation.result.run_lines", half)
     with pytest.raises(OSError, match="no space left"):
         evaluate_beir(Counter(), data, run=tmp_path / "run", output=tmp_path / "json")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
@@ -223,7 +224,7 @@ def test_failure_leaves_no_file(data: Path, tmp_path: Path, monkeypatch: pytest.
         raise OSError("no space left")
 
     monkeypatch.undo()
-    monkeypatch.setattr("st_aggretriever.evaluation.beir.json.dumps", full)
+    monkeypatch.setattr("st_aggretriever.evaluation.result.json.dumps", full)
     with pytest.raises(OSError, match="no space left"):
         evaluate_beir(Counter(), data, run=tmp_path / "run", output=tmp_path / "json")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

@@ -54,6 +54,18 @@ def test_question_without_hits_counts_in_the_mean() -> None:
     assert success({"a": {"1": 1.0}}, {"a": ["1"], "b": ["1"], "c": ["1"], "d": ["1"]}) == 0.25
 
 
+def test_figures_that_cannot_be_written_leave_no_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("json.dumps", full)
+    with pytest.raises(OSError, match="no space left"):
+        evaluate_lotte(None, data, run=tmp_path / "run", output=tmp_path / "out.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lotte"]
+
+
 def test_both_kinds_by_hand(data: Path, tmp_path: Path) -> None:
     result = evaluate_lotte(None, data, run=tmp_path / "run", output=tmp_path / "out.json")
     assert result["figures"] == {"Success@5 search": pytest.approx(2 / 3), "Success@5 forum": 0.5}

@@ -122,6 +122,18 @@ def test_bm25_finds_answers_in_texts_not_in_titles(files: tuple[str, str], tmp_p
     assert sorted(result["checksums"]) == ["psgs.tsv", "test.csv"]
 
 
+def test_figures_that_cannot_be_written_leave_no_run(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("json.dumps", full)
+    with pytest.raises(OSError, match="no space left"):
+        evaluate_qa(None, *files, run=tmp_path / "run", output=tmp_path / "out.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["psgs.tsv", "test.csv"]
+
+
 def test_checksums_of_files_of_one_name_stand_side_by_side(files: tuple[str, str], tmp_path: Path) -> None:
     expected = {}
     for folder, file in zip(("passages", "questions"), files, strict=True):

@@ -83,8 +83,10 @@ def _evaluate_beir(args: argparse.Namespace) -> None:
     if args.data is None:
         _evaluate_sets(args)
         return
-    from st_aggretriever.evaluation.beir import check_outputs, evaluate_beir, format_result
+    from st_aggretriever.atomic import check_outputs
+    from st_aggretriever.evaluation.beir import evaluate_beir
     from st_aggretriever.evaluation.bm25 import evaluate_bm25
+    from st_aggretriever.evaluation.result import format_result
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
     options = {
@@ -194,8 +196,9 @@ def _add_msmarco(benchmarks: argparse._SubParsersAction) -> None:
 
 
 def _evaluate_msmarco(args: argparse.Namespace) -> None:
-    from st_aggretriever.evaluation.beir import check_outputs, format_result
+    from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.msmarco import evaluate_msmarco
+    from st_aggretriever.evaluation.result import format_result
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
     result = evaluate_msmarco(
@@ -236,8 +239,9 @@ def _add_lotte(benchmarks: argparse._SubParsersAction) -> None:
 
 
 def _evaluate_lotte(args: argparse.Namespace) -> None:
-    from st_aggretriever.evaluation.beir import check_outputs, format_result
+    from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.lotte import evaluate_lotte
+    from st_aggretriever.evaluation.result import format_result
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
     result = evaluate_lotte(
@@ -271,8 +275,9 @@ def _add_qa(benchmarks: argparse._SubParsersAction) -> None:
 
 
 def _evaluate_qa(args: argparse.Namespace) -> None:
-    from st_aggretriever.evaluation.beir import check_outputs, format_result
+    from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.qa import evaluate_qa
+    from st_aggretriever.evaluation.result import format_result
 
     check_outputs(args.run, args.output, args.overwrite)  # before the model loads
     result = evaluate_qa(
@@ -308,7 +313,7 @@ def _add_compare(benchmarks: argparse._SubParsersAction) -> None:
 
 
 def _evaluate_compare(args: argparse.Namespace) -> None:
-    from st_aggretriever.evaluation.beir import check_outputs
+    from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.compare import compare_runs, format_comparison
 
     check_outputs(args.plot, args.output, args.overwrite)
@@ -346,7 +351,7 @@ def _add_overlap(benchmarks: argparse._SubParsersAction) -> None:
 
 
 def _evaluate_overlap(args: argparse.Namespace) -> None:
-    from st_aggretriever.evaluation.beir import check_outputs
+    from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.overlap import find_overlap, format_overlap
 
     check_outputs(None, args.output, args.overwrite)
@@ -382,8 +387,8 @@ def add_fuse(commands: argparse._SubParsersAction) -> None:
 
 
 def _fuse(args: argparse.Namespace) -> None:
-    from st_aggretriever.atomic import replacing
-    from st_aggretriever.evaluation.beir import check_outputs, read_collection
+    from st_aggretriever.atomic import check_outputs, replacing
+    from st_aggretriever.evaluation.beir import read_collection
     from st_aggretriever.evaluation.fuse import fuse_convex, fuse_rrf, tune_weight
     from st_aggretriever.evaluation.runs import read_run, run_lines
 

@@ -43,7 +43,7 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
 
 
 def _explain(args: argparse.Namespace) -> None:
-    from st_aggretriever.evaluation.beir import check_outputs
+    from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.metrics import check_metric
 
     for name, value, most in (("top-k", args.top_k, MOST), ("lost", args.lost, MOST), ("terms", args.terms, 1000)):

@@ -330,7 +330,7 @@ def add_search(commands: argparse._SubParsersAction) -> None:
 
 def check_index_options(args: argparse.Namespace) -> None:
     """Refuse options of search that don't belong together, and an index file that is there already."""
-    from st_aggretriever.evaluation.beir import check_outputs
+    from st_aggretriever.atomic import check_outputs
 
     if args.on_disk and (args.index_factory or args.load_index or args.save_index or args.index_dtype):
         raise ValueError("search: --on-disk is an index; leave --index-factory, --load-index, --save-index and"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from st_aggretriever.atomic import check_parent, replacing
+from st_aggretriever.atomic import check_outputs
 from st_aggretriever.encoding import Encoder, model_hash
 from st_aggretriever.evaluation.lengths import length_rules
 from st_aggretriever.evaluation.metrics import (
@@ -22,13 +19,13 @@ from st_aggretriever.evaluation.metrics import (
     metric_rules,
     rank,
 )
-from st_aggretriever.evaluation.runs import check_run_id, run_lines
+from st_aggretriever.evaluation.result import make_result, write_result
+from st_aggretriever.evaluation.runs import check_run_id
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.readers.text import checksum, find_text
 from st_aggretriever.search.exact import Hits, pick_backend, search
 from st_aggretriever.search.retrieve import rankings_of
 from st_aggretriever.vectors.manifest import counted
-from st_aggretriever.versions import versions
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +257,7 @@ def score_hits(
     Returns:
         The result of :func:`evaluate_beir`.
     """
-    counts: dict[str, int | None] = dict(collection.counts)
+    counts = dict(collection.counts)
     rankings, dropped = _rankings(list(collection.queries), hits, top_k, drop_identical_ids)
     counts["dropped_identical_ids"] = len(dropped)
     counts["queries_all_tied"] = tied = _all_tied(rankings)
@@ -270,8 +267,6 @@ def score_hits(
         )
     relevant = sum(collection.qrels[query].get(query, 0) > 0 for query in dropped)
     counts["dropped_though_relevant"] = relevant
-    truncated = how.get("truncated", {})
-    counts |= {"truncated_queries": truncated.get("query"), "truncated_documents": truncated.get("document")}
     if relevant:
         logger.warning(
             "%s: %s left out for having the query's id though judged relevant to it. If queries and documents are"
@@ -281,88 +276,33 @@ def score_hits(
         )
     options: dict[str, Any] = {"drop_identical_ids": drop_identical_ids, "relevance": collection.relevance}
     figures = evaluate_run(collection.qrels, rankings, top_k=top_k, **options)
-    result = {
-        "benchmark": collection.benchmark,
-        "data": str(collection.data),
-        "split": collection.split,
-        "checksums": collection.checksums,
-        "model": how["model"],
-        "model_hash": how.get("model_hash"),
-        "figures": mean_figures(figures),
-        **_without_overlap(collection, figures),
-        "counts": counts,
-        "rules": [*how["rules"], *metric_rules(top_k, **options)],
-        "encoding": how["encoding"],
-        "search": how["search"] | {"top_k": top_k},
-        "seconds": how["seconds"],
-        "versions": versions(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    with ExitStack() as both:  # written, then named, the figures first: a run alone is taken for another evaluation's
-        if run is not None:
-            file = both.enter_context(replacing(run))
-            file.writelines(run_lines(rankings, run_format))
-            file.flush()
-        if output is not None:
-            both.enter_context(replacing(output)).write(json.dumps(result, indent=2) + "\n")
+    result = make_result(
+        how,
+        benchmark=collection.benchmark,
+        data=collection.data,
+        split=collection.split,
+        checksums=collection.checksums,
+        figures=mean_figures(figures),
+        without_overlap=_without_overlap(collection, figures),
+        counts=counts,
+        rules=metric_rules(top_k, **options),
+        top_k=top_k,
+    )
+    write_result(result, rankings, run, output, run_format)
     return result
 
 
-def _without_overlap(collection: Collection, figures: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The result's part on the queries that training hasn't touched; empty where none are to be left out."""
+def _without_overlap(collection: Collection, figures: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+    """The result's part on the queries that training hasn't touched; None where none are to be left out."""
     if collection.exclude_overlap is None:
-        return {}
+        return None
     kept = {query: row for query, row in figures.items() if query not in collection.affected}
     return {
-        "without_overlap": {
-            "file": collection.exclude_overlap,
-            "queries": len(kept),
-            "excluded": len(figures) - len(kept),
-            "figures": mean_figures(kept) if kept else {},
-        }
+        "file": collection.exclude_overlap,
+        "queries": len(kept),
+        "excluded": len(figures) - len(kept),
+        "figures": mean_figures(kept) if kept else {},
     }
-
-
-def check_outputs(run: str | Path | None, output: str | Path | None, overwrite: bool) -> None:
-    """Refuse output files that exist, that have no folder, or that are one file.
-
-    Raises:
-        FileExistsError, FileNotFoundError, PermissionError (or another OSError), ValueError: in this order.
-    """
-    paths = [Path(path) for path in (run, output) if path is not None]
-    for path in paths:
-        if path.exists() and not path.is_file():
-            kind = "a folder" if path.is_dir() else "no regular file"  # a device, a pipe: replaced, it would be gone
-            raise FileExistsError(f"{path} is {kind}. Name a file.")
-        if path.exists() and not overwrite:
-            raise FileExistsError(f"{path} exists already. Name another file or overwrite it (--overwrite).")
-        check_parent(path)
-    if len(paths) == 2 and paths[0].resolve() == paths[1].resolve():
-        raise ValueError(f"two outputs are both {paths[0]}. Name two files.")
-
-
-def format_result(result: Mapping[str, Any]) -> str:
-    """The figures as a small table, with the counts and the rules below."""
-    figures, counts = result["figures"], result["counts"]
-    lines = [
-        f"{result['model']} on {result['data']}, {result['split']}",
-        "",
-        "  ".join(f"{metric:>7}" for metric in figures),
-        "  ".join(f"{value:7.4f}" for value in figures.values()),
-        *_overlap_lines(result),
-        "",
-        ", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in counts.items() if count is not None),
-        *(f"- {rule}" for rule in result["rules"]),
-    ]
-    return "\n".join(lines)
-
-
-def _overlap_lines(result: Mapping[str, Any]) -> list[str]:
-    found = result.get("without_overlap")
-    if found is None:
-        return []
-    what = f"without the {found['excluded']} queries that {found['file']} calls affected: {found['queries']} left"
-    return ["  ".join(f"{value:7.4f}" for value in found["figures"].values()) + f"  {what}"]
 
 
 def check_corpus(

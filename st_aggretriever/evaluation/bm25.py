@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from st_aggretriever.evaluation.beir import Collection, check_numbers, check_outputs, read_collection, score_hits
+from st_aggretriever.atomic import check_outputs
+from st_aggretriever.evaluation.beir import Collection, check_numbers, read_collection, score_hits
 from st_aggretriever.evaluation.metrics import import_pytrec_eval
 from st_aggretriever.search.bm25 import RULE, search_bm25
 from st_aggretriever.search.exact import Hits

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from st_aggretriever.atomic import replacing
-from st_aggretriever.evaluation.beir import check_before, check_outputs, find_hits
+from st_aggretriever.atomic import check_outputs
+from st_aggretriever.evaluation.beir import check_before, find_hits
 from st_aggretriever.evaluation.bm25 import find_hits_bm25
 from st_aggretriever.evaluation.metrics import rank
-from st_aggretriever.evaluation.runs import run_lines
+from st_aggretriever.evaluation.result import make_result, write_result
 from st_aggretriever.readers.msmarco import read_tsv
 from st_aggretriever.readers.text import checksum, find_text, id_of, read_jsonl
 from st_aggretriever.search.retrieve import rankings_of
-from st_aggretriever.versions import versions
 
 KINDS = ("search", "forum")
 CUT = 5
@@ -75,44 +72,30 @@ def evaluate_lotte(
         options: dict[str, Any] = {"batch_size": batch_size, "block_size": block_size, "backend": backend}
         hits, how = find_hits(model, questions, (read_tsv(collection), total), top_k, model_name=model_name, **options)
     rankings = {query: rank(found, top_k) for query, found in rankings_of(list(questions), hits).items()}
-    truncated = how.get("truncated", {})
     files = [collection, *(find_text(data, name) for kind in kinds for name in _files(kind))]
-    result = {
-        "benchmark": "lotte",
-        "data": str(data),
-        "split": " and ".join(kinds),
-        "checksums": {path.name: checksum(path) for path in files},
-        "model": how["model"],
-        "model_hash": how.get("model_hash"),
-        "figures": {
+    result = make_result(
+        how,
+        benchmark="lotte",
+        data=data,
+        split=" and ".join(kinds),
+        checksums={path.name: checksum(path) for path in files},
+        figures={
             f"Success@{CUT} {kind}": success(rankings, {key: answers[key] for key in answers if _kind(key) == kind})
             for kind in kinds
         },
-        "counts": {
+        counts={
             "queries": len(questions),
             "documents": total,
             "unknown_answers": len(unknown),
-            "truncated_queries": truncated.get("query"),
-            "truncated_documents": truncated.get("document"),
         },
-        "rules": [
-            *how["rules"],
+        rules=[
             f"a question counts if one of its answer_pids is among the first {CUT} passages; the mean is over the"
             " questions of qas.KIND.jsonl",
             "equal scores are ordered by passage id, descending, ids compared as strings",
         ],
-        "encoding": how["encoding"],
-        "search": how["search"] | {"top_k": top_k},
-        "seconds": how["seconds"],
-        "versions": versions(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    if run is not None:
-        with replacing(run) as file:
-            file.writelines(run_lines(rankings, "trec"))
-    if output is not None:
-        with replacing(output) as file:
-            file.write(json.dumps(result, indent=2) + "\n")
+        top_k=top_k,
+    )
+    write_result(result, rankings, run, output)
     return result
 
 

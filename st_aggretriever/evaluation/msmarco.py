@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from st_aggretriever.atomic import check_outputs
 from st_aggretriever.evaluation.beir import (
     Collection,
     check_before,
     check_corpus,
     check_numbers,
-    check_outputs,
     evaluate_collection,
 )
 from st_aggretriever.evaluation.bm25 import evaluate_collection_bm25

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import regex
 
-from st_aggretriever.atomic import replacing
-from st_aggretriever.evaluation.beir import check_before, check_outputs, find_hits
+from st_aggretriever.atomic import check_outputs
+from st_aggretriever.evaluation.beir import check_before, find_hits
 from st_aggretriever.evaluation.bm25 import find_hits_bm25
 from st_aggretriever.evaluation.metrics import rank
-from st_aggretriever.evaluation.runs import run_lines
+from st_aggretriever.evaluation.result import make_result, write_result
 from st_aggretriever.readers.dpr import Question, read_passages, read_questions
 from st_aggretriever.readers.text import checksum, short_names
 from st_aggretriever.search.retrieve import rankings_of
-from st_aggretriever.versions import versions
 
 CUTS = (5, 20, 100)
 # Words of letters, digits and marks, or any other single character that is neither a separator nor a control character:
@@ -79,35 +76,22 @@ def evaluate_qa(
         hits, how = find_hits(model, texts, (_documents(passages), total), top_k, model_name=model_name, **options)
     rankings = {query: rank(found, top_k) for query, found in rankings_of(list(texts), hits).items()}
     places = first_answers(rankings, matchers, passages)
-    truncated = how.get("truncated", {})
-    result = {
-        "benchmark": "qa",
-        "data": str(passages),
-        "split": Path(questions).name,
-        "checksums": {name: checksum(path) for path, name in short_names((passages, questions)).items()},
-        "model": how["model"],
-        "model_hash": how.get("model_hash"),
-        "figures": hit_accuracy(list(places.values()), top_k),
-        "counts": {
+    result = make_result(
+        how,
+        benchmark="qa",
+        data=passages,
+        split=Path(questions).name,
+        checksums={name: checksum(path) for path, name in short_names((passages, questions)).items()},
+        figures=hit_accuracy(list(places.values()), top_k),
+        counts={
             "queries": len(asked),
             "documents": total,
             "answers_without_token": sum(matcher.empty for matcher in matchers.values()),
-            "truncated_queries": truncated.get("query"),
-            "truncated_documents": truncated.get("document"),
         },
-        "rules": [*how["rules"], *_rules(match)],
-        "encoding": how["encoding"],
-        "search": how["search"] | {"top_k": top_k},
-        "seconds": how["seconds"],
-        "versions": versions(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    if run is not None:
-        with replacing(run) as file:
-            file.writelines(run_lines(rankings, "trec"))
-    if output is not None:
-        with replacing(output) as file:
-            file.write(json.dumps(result, indent=2) + "\n")
+        rules=_rules(match),
+        top_k=top_k,
+    )
+    write_result(result, rankings, run, output)
     return result
 
 
