@@ -63,9 +63,9 @@ def test_an_approximate_index_reports_its_recall(folder: VectorFolder) -> None:
 def test_size_is_that_of_the_file(folder: VectorFolder, tmp_path: Path) -> None:
     built = build_index(folder, "SQ8")
     save_index(tmp_path / "file", built, folder)
-    header = (tmp_path / "file").read_bytes().index(b"\n") + 1
+    ours = (tmp_path / "file").read_bytes().index(b"\n") + 1 + 32  # the header and the checksum
     _, report = search_approximately(folder, QUERIES, 10, built)
-    assert report["bytes"] == (tmp_path / "file").stat().st_size - header
+    assert report["bytes"] == (tmp_path / "file").stat().st_size - ours
 
 
 def test_a_query_with_few_hits_in_its_cells_keeps_no_empty_id(tmp_path: Path) -> None:
@@ -144,7 +144,13 @@ def test_an_index_of_other_vectors_or_a_damaged_one_is_refused(folder: VectorFol
         with pytest.raises(ValueError, match=rf"was built from other vectors than .*{name} holds"):
             load_index(path, other)
     content = path.read_bytes()
-    for damaged, sentence in ((content[:-7], "is damaged"), (b"{}\n" + content, "is no index"),
+    middle = len(content) // 2
+    flipped = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in (middle, len(content) - 1)]
+    older = content[:-32].replace(b', "ends_with": "sha256"', b"")  # without a sum
+    path.write_bytes(older)
+    assert load_index(path, folder).ids == folder.load()[0]
+    for damaged, sentence in ((content[:-7], "is damaged"), (flipped[0], "is damaged"), (flipped[1], "is damaged"),
+                              (older[:-7], "is damaged"), (b"{}\n" + content, "is no index"),
                               (b"", "is no index"), (b"\xff" * 99, "is no index")):  # fmt: skip
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=sentence):

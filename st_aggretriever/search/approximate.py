@@ -6,12 +6,13 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -72,7 +73,8 @@ def build_index(folder: VectorFolder, factory: str, parameters: str = "") -> Bui
 
 
 def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
-    """Write an index to a file, whole or not at all: one line of JSON on what it was built from, then Faiss's bytes.
+    """Write an index to a file, whole or not at all: one line of JSON on what it was built from, Faiss's bytes, and
+    the SHA-256 of both, 32 bytes.
 
     Raises:
         OSError: It can't be written.
@@ -84,13 +86,21 @@ def save_index(path: str | Path, built: Built, folder: VectorFolder) -> None:
         "parameters": built.parameters,
         "vectors_sha256": vectors_hash(folder),
         "rows": len(built.ids),
+        "ends_with": "sha256",
     }
+    digest = hashlib.sha256()
     with replacing(path, "wb") as file:
-        file.write(json.dumps(header).encode() + b"\n")
+
+        def write(piece: bytes) -> int:
+            digest.update(piece)
+            return file.write(piece)
+
+        write(json.dumps(header).encode() + b"\n")
         try:
-            faiss.write_index(built.index, faiss.PyCallbackIOWriter(file.write, CHUNK))
+            faiss.write_index(built.index, faiss.PyCallbackIOWriter(write, CHUNK))
         except RuntimeError as error:
             raise OSError(f"{path} can't be written: {faiss_reason(error)}.") from None
+        file.write(digest.digest())
 
 
 def load_index(path: str | Path, folder: VectorFolder) -> Built:
@@ -119,6 +129,8 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
                 f"{path} was built from other vectors than {folder.folder} holds: another model, setting or texts."
                 " Build it again by --index-factory."
             )
+        if header.get("ends_with") == "sha256" and not _is_whole(file):  # the first files had no sum
+            raise ValueError(f"{path} is damaged (its checksum differs). Build it again by --index-factory.")
         try:
             index = faiss.read_index(faiss.PyCallbackIOReader(file.read, CHUNK))
         except (RuntimeError, MemoryError) as error:
@@ -131,6 +143,20 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
     built = Built(header["factory"], index, ids, time.perf_counter() - started)
     parameterise(built, str(header.get("parameters", "")))
     return built
+
+
+def _is_whole(file: IO[bytes]) -> bool:
+    """Whether a file's last 32 bytes are the SHA-256 of the others; its position stays."""
+    here = file.tell()
+    left = file.seek(0, os.SEEK_END) - hashlib.sha256().digest_size
+    file.seek(0)
+    digest = hashlib.sha256()
+    while left > 0 and (piece := file.read(min(CHUNK, left))):
+        digest.update(piece)
+        left -= len(piece)
+    whole = file.read() == digest.digest()
+    file.seek(here)
+    return whole
 
 
 def vectors_hash(folder: VectorFolder) -> str:
