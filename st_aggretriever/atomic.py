@@ -153,16 +153,20 @@ def lock_file(path: Path, busy: str) -> IO[Any]:
     Raises:
         BlockingIOError: Another one holds it.
     """
-    file = path.open("w")
     try:
         import fcntl
-    except ImportError:  # Windows: no lock
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise BlockingIOError(f"{busy}. Wait until it has ended, or name another output.") from None
-    except OSError as error:  # a file system that knows no locks
-        logger.warning("%s: no lock here (%s). Don't let two processes write it.", path.parent, error.strerror)
-    return file
+    except ImportError:  # Windows: no lock; an open file there would keep its folder from being renamed
+        path.touch()
+        return open(os.devnull, "w")
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise BlockingIOError(f"{busy}. Wait until it has ended, or name another output.") from None
+        except OSError as error:  # a file system that knows no locks
+            logger.warning("%s: no lock here (%s). Don't let two processes write it.", path.parent, error.strerror)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # of a file that its holder has just removed: others would lock a new one

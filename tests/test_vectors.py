@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,27 @@ def write_vectors(folder: Path, vectors: np.ndarray, size: int = 2, *, dtype: st
         writer.write(number, [f"d{start + row}" for row in range(len(block))], block)
     writer.finish(len(starts))
     return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="says which files are open only on Linux")
+def test_a_folder_holds_no_open_file_when_it_is_renamed_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, which has no fcntl, refuses such a rename."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    rename = Path.rename
+
+    def strict(path: Path, target: Path) -> Path:
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # of the listing itself
+                assert not os.readlink(f"/proc/self/fd/{number}").startswith(f"{path}/")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", strict)
+    vectors = np.eye(4, dtype=np.float32)
+    folder = write_vectors(tmp_path / "v", vectors)
+    assert VectorFolder(folder).load()[1].tolist() == vectors.tolist()
+    assert not (folder / ".lock").exists()
 
 
 class Letters:

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -95,21 +95,17 @@ def _alone(name: str, folder: Path, say: Callable[[str], None]) -> Iterator[None
     while True:
         try:
             lock = lock_file(path, f"another process is fetching {name} into {folder}")
+            break
         except BlockingIOError:
             if not said:
                 say(f"{name}: another process is fetching it into {folder}, waiting for it")
             said = True
             time.sleep(WAIT)
-            continue
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            break
-        lock.close()  # of a file that its holder has just removed: others would lock a new one
     with lock:
         try:
             yield
         finally:
-            with suppress(PermissionError):  # Windows removes no open file
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def _fetch_zip(one: BeirSet, folder: Path, base_url: str, say: Callable[[str], None]) -> None:
