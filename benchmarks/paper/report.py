@@ -46,7 +46,9 @@ def _short(value: float | None) -> str:
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"# {result['title']}"
     yield ""
-    yield f"Scale {result['scale']}, {result['status']}."
+    seeds = result["seeds"]
+    over = f"; mean +- standard deviation over seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else ""
+    yield f"Scale {result['scale']}, {result['status']}{over}."
     for grid in result["grids"]:
         columns = grid["columns"]
         yield ""
@@ -113,14 +115,14 @@ def write_summary(scale: str, family: list[dict[str, Any]], judged: dict[str, di
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars with deviations, or lines where the grid has a width for each row."""
+    """Bars with standard deviations over seeds, or lines where the grid has a width for each row; a panel for each of a
+    grid's ``plots``, column -> title."""
     pyplot = import_matplotlib()
-    grids = [grid for grid in result["grids"] if grid.get("plot")]
-    if not grids:
+    plots = [(grid, *plot) for grid in result["grids"] for plot in grid.get("plots", {}).items()]
+    if not plots:
         return
-    figure, axes = pyplot.subplots(len(grids), figsize=(9, 4 * len(grids)), squeeze=False)
-    for axis, grid in zip(axes[:, 0], grids, strict=True):
-        column = grid["plot"]
+    figure, axes = pyplot.subplots(len(plots), figsize=(9, 4 * len(plots)), squeeze=False)
+    for axis, (grid, column, title) in zip(axes[:, 0], plots, strict=True):
         rows = [row for row in grid["rows"] if row["cells"].get(column)]
         if any("width" in row for row in rows):
             _curves(axis, rows, column)
@@ -130,7 +132,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axis.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
             axis.invert_yaxis()
             axis.set_xlabel(column, fontsize=8)
-        axis.set_title(f"{result['title']} ({result['scale']})", fontsize=9)
+        axis.set_title(f"{title} ({result['scale']})", fontsize=9)
     figure.tight_layout()
     with replacing(path, "wb") as file:
         figure.savefig(file, format="png", dpi=110, metadata={"Software": None})

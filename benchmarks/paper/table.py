@@ -15,11 +15,12 @@ from typing import Any
 import estimate
 import numpy as np
 import report
-from arms import Table, distinct
+from arms import Model, Table, distinct
+from fit import DEV_METRIC
 from judge import FINDINGS, contrast, findings_of, judge
 from published import TITLE
 from runner import WAIT, Runner
-from scales import NOISE, SCALES, Scale
+from scales import IN_DOMAIN, NOISE, SCALES, Scale
 from transformers.utils import logging as transformers_logging
 
 from st_aggretriever.readers.text import checksum
@@ -82,14 +83,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, Any]:
     """Make all figures of a table."""
-    started = time.process_time()
     names = [name for name in table.collections if name in runner.collections]
     found = _figures(runner, table, names)
     grids = [] if not table.rows else [_grid(runner, table, found, names)]
     grids += [] if more is None else more(runner, table)
     grids += _published(table)
     notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
-    notes += [*_sparsity_notes(runner, table), *_training_notes(runner, table)]
+    notes += [*_fusion_notes(runner, table), *_sparsity_notes(runner, table), *_training_notes(runner, table)]
     notes += [] if table.published else ["The paper's figures of this table are not known here."]
     status = {"smoke": "random weights, means nothing", "mini": "measured in miniature", "full": "full size"}
     return {
@@ -102,7 +102,6 @@ def fill(runner: Runner, table: Table, more: More | None = None) -> dict[str, An
         "findings": _findings(runner, table, found),
         "training": _curves(runner, table),
         "notes": notes,
-        "cpu_seconds": round(time.process_time() - started, 1),
         "versions": versions(),
     }
 
@@ -146,12 +145,12 @@ def _grid(runner: Runner, table: Table, found: dict[str, list[Any]], names: list
     for row in table.rows:
         seeds = found[row.name]
         cells = {
-            label: _summary([statistics.fmean(figures[name][metric]) for figures in seeds])
+            label: summary([statistics.fmean(figures[name][metric]) for figures in seeds])
             for name, metric, label in columns
         }
         if len(zero_shot) > 1:
             means = [statistics.fmean(statistics.fmean(f[name]["nDCG@10"]) for name in zero_shot) for f in seeds]
-            cells[MEAN] = _summary(means)
+            cells[MEAN] = summary(means)
         entry: dict[str, Any] = {"name": row.name, "cells": cells}
         series, _, width = row.name.rpartition(", ")
         if width.isdigit():
@@ -159,7 +158,10 @@ def _grid(runner: Runner, table: Table, found: dict[str, list[Any]], names: list
         rows.append(entry)
     labels = [label for _, _, label in columns] + ([MEAN] if len(zero_shot) > 1 else [])
     title = f"{MEAN}: nDCG@10 over {', '.join(zero_shot)}." if len(zero_shot) > 1 else ""
-    return {"title": title, "columns": labels, "rows": rows, "plot": labels[-1]}
+    plots = {MEAN: f"{table.title}; nDCG@10, mean of {', '.join(zero_shot)}"} if MEAN in labels else {}
+    trained_on = next((label for name, _, label in columns if name == IN_DOMAIN), None)
+    plots |= {trained_on: f"{table.title}; {trained_on}"} if trained_on else {}
+    return {"title": title, "columns": labels, "rows": rows, "plots": plots or {labels[-1]: table.title}}
 
 
 def _published(table: Table) -> list[dict[str, Any]]:
@@ -171,7 +173,7 @@ def _published(table: Table) -> list[dict[str, Any]]:
     return [{"title": TITLE, "columns": columns, "rows": rows}] if rows else []
 
 
-def _summary(values: list[float]) -> dict[str, Any]:
+def summary(values: list[float]) -> dict[str, Any]:
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "sd": deviation, "n": len(values), "values": values}
 
@@ -215,21 +217,34 @@ def refresh(scale: Scale, results: Path, new: dict[str, Any] | None = None) -> N
 def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
     """Of each trained model and seed what its training was: rate, factor, steps, dev curve."""
     kept = []
-    names_of = {row.model: row.name for row in reversed(table.rows)}
+    whole = [row for row in table.rows if row.view == "all"]
+    names_of = {row.model: row.name for row in reversed([*whole, *table.rows])}
     for model in distinct([row.model for row in table.rows if row.model.trained]):
         for seed in table.seeds:
             record = runner.record(model, seed).get("training", {})
             names = ("rate", "factor", "steps", "best_step", "seconds", "flat", "dev_curve")
             kept.append({"model": model.kind, "source": model.source, "fraction": model.fraction, "seed": seed})
-            kept[-1] |= {"row": names_of.get(model, model.kind), "further": model.further}
+            kept[-1] |= {"row": names_of.get(model, model.kind), "further": model.further, "longer": model.longer}
             kept[-1] |= {name: record.get(name) for name in names}
     return kept
 
 
+def _fusion_notes(runner: Runner, table: Table) -> list[str]:
+    """The weights of fused rows, seed by seed."""
+    said = []
+    for row in (row for row in table.rows if row.fused):
+        weights = [runner.record(row.model, seed).get("weights", {}).get(row.view) for seed in table.seeds]
+        said.append(f"{row.name} {', '.join(f'{weight:g}' for weight in weights if weight is not None)}")
+    title = "Weight of the dense ranking beside BM25's, tuned seed by seed on the dev split, which is in domain"
+    return [f"{title}: {'; '.join(said)}."] if said else []
+
+
 def _sparsity_notes(runner: Runner, table: Table) -> list[str]:
-    """How many numbers of a document's vector are not zero, of models as wide as the vocabulary."""
+    """How many numbers of a document's vector are not zero, of models as wide as the vocabulary that leave some out."""
     notes = []
     for row in table.rows:
+        if row.model.recipe == "aggretriever" and row.model.has_head:
+            continue  # a softmax gives every term some weight
         counts = [
             count
             for seed in table.seeds
@@ -250,6 +265,43 @@ def _grouped(title: str, runs: Iterable[tuple[str, dict[str, Any]]]) -> list[str
     return [f"{title}. {said}."] if groups else []
 
 
+def _plain(table: Table) -> list[Model]:
+    """The trained models that have a sweep of their own."""
+    return [model for model in distinct([row.model for row in table.rows if row.model.trained]) if model == model.start]
+
+
+def _sweep_notes(runner: Runner, table: Table) -> list[str]:
+    """The dev figures of the sweep's whole runs, between which the learning rate was chosen."""
+    whole = [row for row in table.rows if row.view == "all"]
+    names_of = {row.model: row.name for row in reversed([*whole, *table.rows])}
+    said = []
+    for model in _plain(table):
+        tried = runner.choose(model)["tried"][-len(runner.scale.rates) :]
+        best = (f"{max(figure for _, figure in run['dev_curve']):.3f}".lstrip("0") for run in tried)
+        said.append(f"{names_of.get(model, model.kind)} {', '.join(best)}")
+    rates = ", ".join(f"{rate:g}" for rate in runner.scale.rates)
+    if not said:
+        return []
+    return [
+        f"{DEV_METRIC} on the dev split of whole runs at the learning rates {rates}, seed 0 (the first one stays where "
+        f"no other is better by {NOISE:g}): {'; '.join(said)}."
+    ]
+
+
+def _hours(runner: Runner, table: Table) -> list[str]:
+    """How long sweeps and trainings of a table took, whatever table they were made for."""
+    swept = len(runner.scale.rates) * len(runner.scale.factors) > 1
+    seconds = 0.0
+    for model in distinct([row.model for row in table.rows if row.model.trained]):
+        own = swept and model.longer == 1
+        if own:
+            seconds += sum(run.get("seconds") or 0 for run in runner.choose(model)["tried"])
+        records = (runner.record(model, seed) for seed in table.seeds if not (own and seed == table.seeds[0]))
+        seconds += sum(record.get("training", {}).get("seconds") or 0 for record in records)
+    where = "of one core, beside another run" if runner.scale.name == "mini" else "of one process"
+    return [f"Sweeps and trainings of these rows took {seconds / 3600:.1f} hours {where}."] if seconds else []
+
+
 def _training_notes(runner: Runner, table: Table) -> list[str]:
     curves = [run for run in _curves(runner, table) if run["steps"]]
     notes = [] if not curves or not runner.scale.caveat else [runner.scale.caveat]
@@ -259,8 +311,10 @@ def _training_notes(runner: Runner, table: Table) -> list[str]:
             f"{name} {', '.join(f'{value:g}' for value in values)}"
             for name, values in (("learning rates", runner.scale.rates), ("loss scales", runner.scale.factors))
         )
-        chosen = ((f"{run['rate']:g} and {run['factor']:g}", run) for run in curves if not run["further"])
+        own = [run for run in curves if not run["further"] and run["longer"] == 1]  # the others take these settings
+        chosen = ((f"{run['rate']:g} and {run['factor']:g}", run) for run in own)
         notes += _grouped(f"Chosen of the {tried} (what lies beyond the first and last wasn't tried)", chosen)
+        notes += _sweep_notes(runner, table)
     judged = [run for run in curves if run["flat"] is not None]
     rising: dict[str, list[str]] = {}
     for run in judged:
@@ -272,6 +326,7 @@ def _training_notes(runner: Runner, table: Table) -> list[str]:
             f"Runs whose dev figure gained {NOISE:g} or more in their last third: "
             f"{sum(map(len, rising.values()))} of the {len(judged)} that were judged more than once, {names}."
         )
+    notes += _hours(runner, table)
     changed = {checksum(FINDINGS)} | {
         record.get("findings_sha256")
         for row in table.rows
