@@ -13,8 +13,11 @@ import pytest
 from folders import ROWS, Letters, write_jsonl
 
 from st_aggretriever.bulk import encode_to_disk
+from st_aggretriever.explain.documents import read_documents
 from st_aggretriever.readers import corpus as corpus_module
 from st_aggretriever.readers.corpus import Corpus
+from st_aggretriever.readers.msmarco import read_tsv
+from st_aggretriever.readers.store import BadRows, Passages
 
 
 def read_all(corpus: Corpus, block_size: int) -> list[tuple[str, str]]:
@@ -47,6 +50,29 @@ def make_corpora(folder: Path) -> dict[str, Path]:
     lines = [json.dumps({"_id": key, "title": text[0], "text": text[1:] or None}) + "\n" for key, text in ROWS]
     (beir / "corpus.jsonl").write_text("".join(lines))
     return {path.name: path for path in folder.iterdir()}
+
+
+LINES = {
+    **{f"{key}-{text}.jsonl": f'{{"{key}": "a", "{text}": "x"}}\n{{"{key}": 2, "title": "y"}}\n'
+       for key in ("_id", "id", "docid", "pid") for text in ("text", "contents", "passage")},
+    "several.jsonl": '{"pid": "n", "docid": "n", "id": "a", "passage": "n", "text": "x"}\n{"docid": 2, "text": "y"}\n',
+    "plain.tsv": "a\tx\n2\ty\n",
+    "headed.tsv": "id\ttext\na\tx\n2\ty\n",
+    "dpr.tsv": 'id\ttext\ttitle\na\t"x"\t\n2\t\ty\n',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_all_readers_find_the_same_ids_and_texts(tmp_path: Path, name: str) -> None:
+    """Who encodes a file can mine with it, evaluate on it and have it explained."""
+    path = tmp_path / name
+    path.write_text(LINES[name])
+    rows = [("a", "x"), ("2", "y")]
+    assert read_all(Corpus(path), 10) == rows
+    passages = Passages(path, BadRows(0, print))
+    assert list(passages.stream()) == rows
+    assert [passages.text(place) for place in passages.find(["2", "a", "id"]) if place >= 0] == ["y", "x"]
+    assert list(read_documents(path) if name.endswith("jsonl") else read_tsv(path)) == rows
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 23, 100])

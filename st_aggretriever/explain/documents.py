@@ -11,14 +11,14 @@ import numpy as np
 
 from st_aggretriever.encoding import Encoder, model_hash, valid_unicode
 from st_aggretriever.readers.beir import read_corpus
-from st_aggretriever.readers.text import id_of, join_title, read_jsonl, read_lines, text_of
+from st_aggretriever.readers.documents import ID_FIELDS, document_of, text_in
+from st_aggretriever.readers.text import read_jsonl, read_lines
 from st_aggretriever.search.exact import search
 from st_aggretriever.vectors.folder import VectorFolder
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 10_000  # documents in memory while they are ranked
-TEXT_FIELDS = ("text", "passage", "contents")
 
 
 class Ranked(NamedTuple):
@@ -30,8 +30,8 @@ class Ranked(NamedTuple):
 
 
 def read_documents(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Stream ``(id, text)`` of a BEIR folder, of jsonl (``text`` with ``_id`` and ``title`` where it has them), or of
-    the lines of any other file, whose ids are the lines' numbers.
+    """Stream ``(id, text)`` of a BEIR folder, of jsonl (its fields as for encoding; without any id the line's number is
+    one), or of the lines of any other file, whose ids are the lines' numbers.
 
     Raises:
         FileNotFoundError: Nothing lies there.
@@ -53,12 +53,9 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _parse(record: dict[str, Any]) -> tuple[str, str]:
-    key = next((name for name in ("_id", "id") if name in record), None)
-    field = next((name for name in TEXT_FIELDS if name in record), None)
-    if field is None and "title" not in record:
-        raise ValueError(f"expected a field {' or '.join(map(repr, TEXT_FIELDS))}, got {', '.join(map(repr, record))}.")
-    text = text_of(record, field) if field else ""
-    return id_of(record, key) if key else "", join_title(text_of(record, "title"), text)
+    if any(field in record for field in ID_FIELDS):
+        return document_of(record)
+    return "", text_in(record)
 
 
 def pick_documents(path: str | Path, ids: Sequence[str]) -> Ranked:

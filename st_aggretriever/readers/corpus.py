@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from st_aggretriever.readers.documents import HEADERS, ID_FIELDS, TEXT_FIELDS, document_in_columns, document_of
 from st_aggretriever.readers.store import hash_of
 from st_aggretriever.readers.text import (
     BROKEN,
@@ -27,20 +28,13 @@ from st_aggretriever.readers.text import (
     compression_of,
     decode_line,
     find_text,
-    id_of,
-    join_title,
     json_object,
     open_plain,
-    split_columns,
-    text_of,
 )
 
 logger = logging.getLogger(__name__)
 
 ENDINGS = (".jsonl", ".tsv", ".parquet")  # of the files in a folder that are read, also with .gz and .zst
-ID_FIELDS = ("_id", "id", "docid", "pid")
-TEXT_FIELDS = ("text", "contents", "passage")
-_HEADERS = {b"id\ttext": "tsv", b"id\ttext\ttitle": "dpr"}  # the latter of DPR's passages
 _PARQUET_ROWS = 1000  # read at a time
 _PIECE = 2**16  # hashed ids compared at a time
 
@@ -239,8 +233,8 @@ class _File:
         text = line.removeprefix(b"\xef\xbb\xbf")
         if text.lstrip().startswith(b"{"):
             self.form = "jsonl"
-        elif (header := text.rstrip(b"\r\n")) in _HEADERS:
-            self.form, self.header = _HEADERS[header], len(line)
+        elif (header := text.rstrip(b"\r\n")) in HEADERS:
+            self.form, self.header = HEADERS[header], len(line)
         elif b"\t" in text:
             self.form = "tsv"
         elif not line:
@@ -306,41 +300,17 @@ class _File:
         """
         try:
             if self.form == "parquet":
-                return _of_record(raw, titles=self.titles)
+                return document_of(raw, titles=self.titles)
             line = decode_line(raw, first=row == 0)
             if self.form == "jsonl":
-                return _of_record(json_object(line), titles=self.titles)
-            return _of_columns(line, with_title=self.form == "dpr")
+                return document_of(json_object(line), titles=self.titles)
+            return document_in_columns(line, form=self.form)
         except ValueError as error:
             raise ValueError(f"{self.where(row)}: {error}") from None
 
     def where(self, row: int) -> str:
         """File and line, for sentences."""
         return f"{self.path} {'row' if self.form == 'parquet' else 'line'} {row + 1 + (self.header > 0)}"
-
-
-def _of_record(record: dict[str, Any], *, titles: bool) -> tuple[str, str]:
-    name = next((field for field in ID_FIELDS if field in record), ID_FIELDS[0])
-    field = next((field for field in TEXT_FIELDS if field in record), None)
-    title = text_of(record, "title") if titles else ""
-    if field is None and not (titles and "title" in record):
-        raise ValueError(
-            f"expected a field 'text', 'contents', 'passage' or 'title', got {', '.join(map(repr, record))}."
-        )
-    return id_of(record, name), join_title(title, text_of(record, field) if field else "")
-
-
-def _of_columns(line: str, *, with_title: bool) -> tuple[str, str]:
-    key, tab, text = line.partition("\t")
-    fields = {"id": key, "text": text}
-    if with_title:
-        columns = split_columns(line)
-        tab = tab if len(columns) == 3 else ""
-        fields = dict(zip(("id", "text", "title"), columns, strict=False))
-    if not tab or len(fields["id"].split()) != 1 or fields["id"] != fields["id"].strip():
-        expected = "id<tab>text<tab>title" if with_title else "id<tab>text"
-        raise ValueError(f"expected {expected}, got {line[:200]!r}.")
-    return id_of(fields, "id"), join_title(text_of(fields, "title"), text_of(fields, "text"))
 
 
 def _find(place: str, side: str) -> list[Path]:

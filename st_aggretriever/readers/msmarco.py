@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from st_aggretriever.readers.documents import HEADERS, document_in_columns
 from st_aggretriever.readers.judged import JudgedSource
 from st_aggretriever.readers.qrels import read_qrels_file
 from st_aggretriever.readers.store import BadRows, Passages, find_first
-from st_aggretriever.readers.text import find_text, read_lines, text_of
+from st_aggretriever.readers.text import find_text, read_lines
 
 
 def read_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Stream ``(id, text)`` in the file's order; memory grows with the ids only.
+    """Stream ``(id, text)`` in the file's order, without or below the header ``id text`` (or ``id text title``).
+
+    Memory grows with the ids only.
 
     Raises:
         FileNotFoundError: No such file.
@@ -21,14 +24,19 @@ def read_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
             file and line.
     """
     seen: set[str] = set()
+    form = "tsv"
     for number, line in read_lines(path):
-        key, tab, text = line.partition("\t")
-        if not tab or not key or len(key.split()) != 1 or key != key.strip():
-            raise ValueError(f"{path} line {number}: expected 'id<tab>text', got {line[:200]!r}.")
+        if number == 1 and (header := line.encode()) in HEADERS:
+            form = HEADERS[header]
+            continue
+        try:
+            key, text = document_in_columns(line, form=form)
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from None
         if key in seen:
             raise ValueError(f"{path} line {number}: id {key!r} occurs a second time.")
         seen.add(key)
-        yield key, text_of({"text": text}, "text").strip()
+        yield key, text
 
 
 def open_training(folder: str | Path, split: str, bad: BadRows) -> JudgedSource:

@@ -20,16 +20,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from st_aggretriever.readers.documents import HEADERS, document_in_columns, document_of
 from st_aggretriever.readers.text import (
     BROKEN,
     compression_of,
     decode_line,
     find_text,
-    id_of,
-    join_title,
     json_object,
     open_plain,
-    text_of,
     why_not_json,
 )
 
@@ -342,10 +340,14 @@ class Passages:
         self.path = str(path)
         self.plain = Plain(path)
         self._json = self.plain.first_byte() == b"{"
+        self._form = "tsv"
         digest = hashlib.sha256()
         ids, starts, keys = array("Q"), array("q"), array("Q")
         for number, start, raw in self.plain.lines():
             digest.update(raw)
+            if number == 1 and (header := raw.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")) in HEADERS:
+                self._form = HEADERS[header]
+                continue
             try:
                 key, text = self._parse(raw, number == 1)
             except ValueError as error:
@@ -403,15 +405,8 @@ class Passages:
     def _parse(self, raw: bytes, first: bool) -> tuple[str, str]:
         line = decode_line(raw, first=first)
         if self._json:
-            record = json_object(line)
-            name = next((name for name in ("_id", "docid", "id") if name in record), "_id")
-            if "text" not in record and "title" not in record:
-                raise ValueError(f"expected a field 'text' or 'title', got {', '.join(map(repr, record))}.")
-            return id_of(record, name), join_title(text_of(record, "title"), text_of(record, "text"))
-        key, tab, text = line.partition("\t")
-        if not tab or not key or len(key.split()) != 1 or key != key.strip():
-            raise ValueError(f"expected 'id<tab>text', got {line[:200]!r}.")
-        return key, text_of({"text": text}, "text").strip()
+            return document_of(json_object(line))
+        return document_in_columns(line, form=self._form)
 
 
 def find_first(folder: str | Path, *names: str) -> Path:
