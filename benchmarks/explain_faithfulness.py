@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from st_aggretriever.evaluation.beir import versions
 from st_aggretriever.explain import ScoreExplanation, explain_texts, match
 from st_aggretriever.model import load_aggretriever
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
+from st_aggretriever.versions import versions
 
 
 def main() -> None:
