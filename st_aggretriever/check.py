@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import urllib.error
 import urllib.parse
@@ -135,10 +136,9 @@ def compare(reference: Reference, found: np.ndarray, tolerance: float | None = N
     relative = (difference.max(1) / largest).tolist()
     cosines = [_cosine(one, other) for one, other in zip(found, expected, strict=True)]
     worst = max(relative)
-    allowed = int(np.ceil(MOST_TURNED * expected.size))
     figures = f"largest difference {worst:.1e} of the largest number (allowed: {tolerance:g}), "
     figures += f"least cosine {min(cosines):.5f}"
-    if worst <= tolerance and turned <= allowed:
+    if worst <= tolerance and turned <= _most_turned(reference):
         also = f", {turned} signs turned where two halves may be equal" if turned else ""
         return Verdict(True, f"right: {figures}{also}", relative, cosines, turned)
     return Verdict(False, f"wrong: {figures}. {_reason(reference, found, tolerance)}", relative, cosines, turned)
@@ -146,17 +146,27 @@ def compare(reference: Reference, found: np.ndarray, tolerance: float | None = N
 
 def _difference(reference: Reference, found: np.ndarray, tolerance: float) -> tuple[np.ndarray, int]:
     """(n, dim) differences, of magnitudes where a sign of the lexical part turned, and how many did."""
-    expected = reference.vectors
-    lexical = np.zeros(expected.shape[1], bool)
-    start = 0
-    for name, width in reference.parts:
-        lexical[start : start + width] = name == "lexical_embedding"
-        start += width
+    expected, lexical = reference.vectors, _lexical(reference)
     scale = tolerance * abs(expected).max(1, keepdims=True)
     turned = lexical & (np.signbit(found) != np.signbit(expected)) & (abs(abs(found) - abs(expected)) <= scale)
     small = turned & (abs(found - expected) <= scale)  # about 0
     difference = np.where(turned, abs(abs(found) - abs(expected)), abs(found - expected))
     return difference, int((turned & ~small).sum())
+
+
+def _lexical(reference: Reference) -> np.ndarray:
+    """(dim,): which columns are of the lexical part."""
+    lexical = np.zeros(reference.vectors.shape[1], bool)
+    start = 0
+    for name, width in reference.parts:
+        lexical[start : start + width] = name == "lexical_embedding"
+        start += width
+    return lexical
+
+
+def _most_turned(reference: Reference) -> int:
+    """How many signs of the lexical part may have turned, in all vectors together."""
+    return math.ceil(MOST_TURNED * len(reference.vectors) * int(_lexical(reference).sum()))
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:
@@ -201,7 +211,7 @@ def _reason(reference: Reference, found: np.ndarray, tolerance: float) -> str:
     def fits(other: np.ndarray, within: float) -> bool:
         difference, turned = _difference(reference._replace(vectors=other), found, within)
         largest = np.maximum(abs(other).max(1, keepdims=True), np.finfo(np.float32).tiny)
-        return bool((difference <= within * largest).all()) and turned <= np.ceil(MOST_TURNED * found.size)
+        return bool((difference <= within * largest).all()) and turned <= _most_turned(reference)
 
     norms = np.maximum(np.linalg.norm(expected, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     if fits(expected, HALF_TOLERANCE) and tolerance < HALF_TOLERANCE:

@@ -230,6 +230,15 @@ def test_a_sign_may_turn_in_the_lexical_part_alone_and_seldom(saved: Path) -> No
     assert check.compare(reference, one).turned == 1
 
 
+@pytest.mark.parametrize(("turned", "right"), [(3, True), (4, False)])
+def test_the_share_of_turned_signs_is_that_of_the_lexical_part(turned: int, right: bool) -> None:
+    vectors = np.ones((3, 1000), np.float32)
+    reference = check.Reference(["a"] * 3, vectors, [("cls_embedding", 900), ("lexical_embedding", 100)], None, 1e-3)
+    found = vectors.copy()
+    found[0, -turned:] *= -1  # one hundredth of 300
+    assert check.compare(reference, found).right is right
+
+
 def test_a_model_in_half_precision_is_judged_as_one(saved: Path, tmp_path: Path) -> None:
     load_aggretriever(saved).bfloat16().save_pretrained(str(tmp_path / "half"))
     assert check.read_reference(tmp_path / "half").tolerance == 0.02
