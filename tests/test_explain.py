@@ -393,8 +393,10 @@ def test_the_command_explains_texts_and_evaluations(
         (["--query", "a", "--html", "page.html"], "a page needs --query and --docs"),
         (["--run", "ours.trec"], "--run and --data together"),
         ([], "give --query and --docs"),
-        (["--query", "a", "--metric", "nope"], "metric must be one of nDCG@10"),
-        (["--query", "a", "--keep-identical-ids"], "belongs to --run and --data"),
+        (["--run", "a", "--data", "b", "--metric", "nope"], "metric must be one of nDCG@10"),
+        (["--query", "a", "--keep-identical-ids"], "--keep-identical-ids belongs to --run and --data"),
+        (["--query", "a", "--against", "x.trec"], "--against belongs to --run and --data"),
+        (["--query", "a", "--lost", "10"], "--lost belongs to --run and --data"),
     ],
 )
 def test_the_command_says_in_a_sentence_what_is_missing(

@@ -349,9 +349,12 @@ def test_command_prints_the_recall_of_an_approximate_index(
         (["--index-dtype", "float16"], "leave --index-dtype out"),
         (["--workers", "2"], "leave --workers out"),
         (["--engine", "ray"], "leave --engine out"),
+        (["--recall-queries", "5"], "--recall-queries belongs to --on-disk"),
         (["--device", "nonsense"], "nonsense"),
         (["--backend", "torch", "--device", "meta"], "meta"),
     ):
         assert main([*search_it, "--overwrite", *wrong]) == 2
         assert sentence in capsys.readouterr().err
+    assert main([*search_it[:-2], "--overwrite", "--engine", "ray", "--workers", "2"]) == 2
+    assert "an actor for each folder; leave --workers out" in capsys.readouterr().err
     assert load_queries(tmp_path / "query", VectorFolder(tmp_path / "document"))[0] == ["q", "r"]

@@ -7,6 +7,8 @@ import argparse
 from st_aggretriever.cli.options import add_model, load_model, say_written
 
 MOST = 50  # passages on a page
+# Options that belong to --run, and their defaults.
+OF_A_RUN = {"split": "test", "against": "bm25", "metric": "nDCG@10", "keep_identical_ids": False, "lost": 10}
 
 
 def add_explain(commands: argparse._SubParsersAction) -> None:
@@ -31,11 +33,11 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
     )
     explain.add_argument("--run", metavar="FILE", help="a run of the model in TREC's format")
     explain.add_argument("--data", metavar="FOLDER", help="BEIR folder of the run")
-    explain.add_argument("--split", default="test", help="which of its qrels (default: %(default)s)")
-    explain.add_argument("--against", metavar="RUN", default="bm25", help="run that beat it (default: %(default)s)")
-    explain.add_argument("--metric", default="nDCG@10", help="by which (default: %(default)s)")
+    explain.add_argument("--split", help="which of its qrels (default: test)")
+    explain.add_argument("--against", metavar="RUN", help="run that beat it (default: bm25)")
+    explain.add_argument("--metric", help="by which (default: nDCG@10)")
     explain.add_argument("--keep-identical-ids", action="store_true", help="keep a document whose id is the query's")
-    explain.add_argument("--lost", type=int, default=10, metavar="N", help="lost queries shown (default: %(default)s)")
+    explain.add_argument("--lost", type=int, metavar="N", help="lost queries shown (default: 10)")
     explain.add_argument("--terms", type=int, default=10, metavar="N", help="dimensions shown (default: %(default)s)")
     explain.add_argument("--html", metavar="FILE", help="write a page, complete in itself, here")
     explain.add_argument("--overwrite", action="store_true", help="replace it")
@@ -46,6 +48,13 @@ def _explain(args: argparse.Namespace) -> None:
     from st_aggretriever.atomic import check_outputs
     from st_aggretriever.evaluation.metrics import check_metric
 
+    if args.run is None:
+        given = [name for name in OF_A_RUN if getattr(args, name) not in (None, False)]
+        if given:
+            raise ValueError(f"explain: --{given[0].replace('_', '-')} belongs to --run and --data.")
+    for name, default in OF_A_RUN.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     for name, value, most in (("top-k", args.top_k, MOST), ("lost", args.lost, MOST), ("terms", args.terms, 1000)):
         if not 1 <= value <= most:
             raise ValueError(f"explain: --{name} must be from 1 to {most}, got {value}.")
@@ -59,8 +68,6 @@ def _explain(args: argparse.Namespace) -> None:
         raise ValueError("explain: a page needs --query and --docs, or --run and --data.")
     if (args.ids or args.index) and args.docs is None:
         raise ValueError("explain: --ids and --index choose among the documents of --docs.")
-    if args.keep_identical_ids and args.run is None:
-        raise ValueError("explain: --keep-identical-ids belongs to --run and --data.")
     check_metric(args.metric, "explain")  # before the model loads, as the rest
     check_outputs(args.html, None, args.overwrite)
     if args.run is not None:

@@ -316,9 +316,8 @@ def add_search(commands: argparse._SubParsersAction) -> None:
     search.add_argument(
         "--recall-queries",
         type=int,
-        default=100,
         metavar="N",
-        help="with --on-disk: measure its recall against exact search on the first N queries (default: %(default)s)",
+        help="with --on-disk: measure its recall against exact search on the first N queries (default: 100)",
     )
     search.add_argument("--save-index", metavar="FILE", help="keep the index of --index-factory in this file")
     search.add_argument(
@@ -347,6 +346,14 @@ def check_index_options(args: argparse.Namespace) -> None:
         raise ValueError("search: --index-factory and --load-index search one folder; leave --workers out.")
     if (args.index_factory or args.load_index or args.on_disk) and args.engine != "local":
         raise ValueError("search: an approximate index is searched by this process; leave --engine out.")
+    if args.engine != "local" and args.workers != 1:
+        raise ValueError("search: Ray has an actor for each folder; leave --workers out.")
+    if args.recall_queries is None:
+        args.recall_queries = 100
+    elif not args.on_disk:
+        raise ValueError("search: --recall-queries belongs to --on-disk.")
+    elif args.recall_queries < 0:
+        raise ValueError(f"search: --recall-queries must be 0 or more, got {args.recall_queries}.")
     check_outputs(args.run, args.save_index, args.overwrite)
 
 
@@ -361,8 +368,6 @@ def _search(args: argparse.Namespace) -> None:
     from st_aggretriever.vectors.shards import open_shards
 
     check_index_options(args)
-    if args.recall_queries < 0:
-        raise ValueError(f"--recall-queries must be 0 or more, got {args.recall_queries}.")
     folders = open_shards(args.index, args.lexical_dim)
     index, queries = folders[0], VectorFolder(args.queries, args.lexical_dim)
     for folder in folders:
