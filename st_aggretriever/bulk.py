@@ -20,7 +20,7 @@ from st_aggretriever.encoding import PROMPT_NAMES, Encoder
 from st_aggretriever.search.exact import check_vectors
 from st_aggretriever.vectors.blocks import check_dtype
 from st_aggretriever.vectors.folder import VectorFolder, VectorWriter, is_finished
-from st_aggretriever.vectors.manifest import counted, texts_of
+from st_aggretriever.vectors.manifest import counted, size_of, texts_of
 from st_aggretriever.vectors.shards import Shard, shard_folder
 
 logger = logging.getLogger(__name__)
@@ -368,11 +368,6 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def size_of(count: float) -> str:
-    """Bytes for people."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def encode_to_disk(

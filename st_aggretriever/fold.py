@@ -47,6 +47,17 @@ def fold_lexical(lexical: Tensor, lexical_dim: int, *, signed: bool = True) -> T
     return meeting.gather(-2, rank.argmax(-2, keepdim=True)).squeeze(-2)
 
 
+def dropped_ids(vocab_size: int, width: int, remainder: str) -> int:
+    """How many ids at the vocabulary's start lie in no slice: the published rule, which never drops more than 1,000.
+
+    Args:
+        width: m: of agg* 2D, else D.
+        remainder: ``"pad"`` or ``"drop"``, see :class:`st_aggretriever.SliceMaxAgg`.
+    """
+    over = vocab_size % width
+    return over if remainder == "drop" and over <= 1000 else 0
+
+
 def check_divides(lexical_dim: int, width: int, name: str) -> None:
     """Refuse a width to fold to that doesn't divide the width of the lexical part.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from st_aggretriever.fold import check_divides, fold_lexical
+from st_aggretriever.fold import check_divides, dropped_ids, fold_lexical
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class LexicalPart(NamedTuple):
             )  # fmt: skip
 
     def _dropped(self, lexical_dim: int) -> int:
-        """How many ids lie in no slice: the rule of :class:`SliceMaxAgg`."""
-        over = self.vocab_size % (2 * lexical_dim if self.aggregation == "signed" else lexical_dim)
-        return over if self.remainder == "drop" and over <= 1000 else 0
+        """How many ids lie in no slice."""
+        width = 2 * lexical_dim if self.aggregation == "signed" else lexical_dim
+        return dropped_ids(self.vocab_size, width, self.remainder)
 
 
 def lexical_part(model: Any) -> LexicalPart | None:

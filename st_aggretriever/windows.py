@@ -55,7 +55,7 @@ def encode_windows(
         (1, 768)
     """
     _check_texts(texts)
-    part = _check(model, window, overlap, cls)
+    part = _check(model, window, cls)
     vectors, owners = encode_each_window(
         model, texts, window=window, overlap=overlap, prompt=prompt, batch_size=batch_size
     )
@@ -83,7 +83,7 @@ def encode_each_window(
         (w, C + D) float32, and (w,) int64: the place in ``texts`` of the text that a window is of. In order.
     """
     _check_texts(texts)
-    part = _check(model, window, overlap, "first")
+    part = _check(model, window, "first")
     if batch_size < 1:
         raise ValueError(f"encode_windows: batch_size must be at least 1, got {batch_size}.")
     prompt = prompt_of(model, "document") if prompt is None else prompt
@@ -112,7 +112,7 @@ def _check_texts(texts: Sequence[str]) -> None:
         raise ValueError(f"encode_windows: expected strings as texts, got {wrong[0]}.")
 
 
-def _check(model: Any, window: int, overlap: int, cls: str) -> LexicalPart:
+def _check(model: Any, window: int, cls: str) -> LexicalPart:
     part = need_lexical_part(model, "encode_windows")
     if part.aggregation not in ("signed", "positive"):
         raise ValueError(

@@ -108,8 +108,8 @@ def test_counts_of_a_search_are_at_least_one(folder: VectorFolder, factory: str,
 
 def test_the_training_sample_is_spread_over_the_folder(tmp_path: Path) -> None:
     folder = write_vectors(tmp_path / "v", np.arange(20, dtype=np.float32).reshape(10, 2), 4)
-    assert training_sample(folder, 4)[:, 0].tolist() == [0, 6, 12, 18]
-    assert training_sample(folder, 10)[:, 0].tolist() == list(range(0, 20, 2))
+    assert training_sample([folder], 4)[:, 0].tolist() == [0, 6, 12, 18]
+    assert training_sample([folder], 10)[:, 0].tolist() == list(range(0, 20, 2))
 
 
 @pytest.mark.parametrize("factory", ["IVF8,Flat", "HNSW8", "PQ4x4", "SQfp16", "IVF4,PQ4x4"])

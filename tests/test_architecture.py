@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"modules", "convert", "model"},
     "mining": {"readers", "search", "vectors", "atomic", "bulk", "encoding", "versions"},
     "teacher": {"atomic", "encoding", "model", "readers", "search"},
-    "explain": {"readers", "search", "vectors", "encoding", "evaluation"},
+    "explain": {"fold", "readers", "search", "vectors", "encoding", "evaluation"},
     "evaluation": {"modules", "readers", "search", "vectors", "model", "atomic", "encoding", "versions"},
     "config": set(),
     "trainer": {"losses", "readers"},

@@ -18,8 +18,8 @@ METRICS = ("nDCG@10", "R@100")
 class BeirEvaluator(BaseEvaluator):
     """Evaluate a model in training on BEIR folders; use as ``evaluator=`` of a SentenceTransformerTrainer.
 
-    A call returns ``NAME_nDCG@10`` and ``NAME_R@100`` of each folder and ``LABEL_nDCG@10``, their mean, which is the
-    ``primary_metric`` (for the trainer ``eval_LABEL_nDCG@10``).
+    A call returns ``NAME_nDCG@10`` and ``NAME_R@100`` of each folder, and their means, ``LABEL_nDCG@10`` and
+    ``LABEL_R@100``. The former is the ``primary_metric`` (for the trainer ``eval_LABEL_nDCG@10``).
 
     Args:
         folders: Name -> folder in BEIR's layout; from all but MS MARCO's, by its name, a document with the query's id

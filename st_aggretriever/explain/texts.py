@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from st_aggretriever.encoding import length_limit, prompt_of, valid_unicode
+from st_aggretriever.fold import dropped_ids
 from st_aggretriever.search.exact import check_vectors
 
 TILE_BYTES = 32 * 2**20  # of logits at a time
@@ -378,8 +379,7 @@ def slice_table(slicer: Any) -> Tensor:
     width = slicer.lexical_dim * (2 if slicer.aggregation == "signed" else 1)  # m
     if slicer.slicing == "random":
         ids = slicer.permutation.cpu()
-    over = slicer.vocab_size % width
-    ids = ids[over if slicer.remainder == "drop" and over <= 1000 else 0 :]
+    ids = ids[dropped_ids(slicer.vocab_size, width, slicer.remainder) :]
     return F.pad(ids, (0, -len(ids) % width), value=-1).view(-1, width)
 
 

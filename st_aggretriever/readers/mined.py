@@ -190,7 +190,7 @@ def _found(name: str, folder: Path) -> str:
     return os.path.normpath(there) if there.exists() else name
 
 
-def peek(path: str, lines: Sequence[bytes]) -> bool:
+def peek(lines: Sequence[bytes]) -> bool:
     """Whether the first of these lines is a manifest."""
     try:
         first = json.loads(decode_line(lines[0], first=True))

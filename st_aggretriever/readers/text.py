@@ -161,8 +161,10 @@ def score_of(record: Mapping[str, Any], key: str) -> float | None:
 def split_columns(line: str) -> list[str]:
     """The tab-separated columns of a line, as csv quotes them; of any length.
 
+    A quote that the line doesn't end takes the rest of it into its column: see to the number of columns.
+
     Raises:
-        ValueError: A quote that the line doesn't end.
+        ValueError: A line break within the line.
 
     >>> split_columns('1\\t"a ""quoted"" text"')
     ['1', 'a "quoted" text']

@@ -91,7 +91,6 @@ class TrainingData:
         negatives: How many a row has.
         epoch: Which draw rows give, see :meth:`set_epoch`.
         columns: Names of a row's values, in order.
-        has_scores: Whether every row brings scores of its own.
         has_several_positives: Whether a query has more than one positive, in one row or in several.
         counts: Rows by path.
         bad_rows: Rows left out by path; empty without any.
@@ -107,7 +106,6 @@ class TrainingData:
         self.counts = self._count(np.arange(self._offsets[-1]))
         if not len(self):
             raise ValueError(f"train: no row in {', '.join(self.counts)}.")
-        self.has_scores = all(source.scored for source in sources)
         self.bad_rows: dict[str, int] = {}
         self.left_out: int | None = None
         self.sha256 = hashlib.sha256(" ".join(source.sha256 for source in sources).encode()).hexdigest()
@@ -446,7 +444,7 @@ def _open_folder(path: str, split: str, bad: BadRows) -> Source:
 def _open_file(path: str, bad: BadRows) -> Source:
     plain = Plain(path)
     head = [line for _, _, line in islice(plain.lines(), _PEEK)]
-    if mined.peek(path, head):
+    if mined.peek(head):
         return mined.MinedSource(path, bad, _open_mined_for)
     first_line = next((line for line in head if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
     is_json = pairs.begins_json(first_line)

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -62,7 +62,7 @@ def build_index(folder: VectorFolder, factory: str, parameters: str = "") -> Bui
         raise ValueError(f"{factory!r} doesn't compare by inner product.")
     set_parameters(factory, index, parameters)
     if not index.is_trained:
-        sample = training_sample(folder, TRAINING_VECTORS)
+        sample = training_sample([folder], TRAINING_VECTORS)
         faiss_says(factory, lambda: index.train(sample))
     ids: list[str] = []
     for block_ids, vectors in folder.blocks():
@@ -223,13 +223,18 @@ def search_approximately(
     return hits, report
 
 
-def training_sample(folder: VectorFolder, limit: int) -> np.ndarray:
-    """(n, dim) float32, every ``rows / limit``-th vector of the folder, all if there are no more than ``limit``."""
-    step = max(1, -(-folder.rows // limit))
+def training_sample(folders: Sequence[VectorFolder], limit: int) -> np.ndarray:
+    """(n, dim) float32, every ``rows / limit``-th vector of the folders, all if there are no more than ``limit``.
+
+    Of each block only the pages that hold them are read.
+    """
+    step = max(1, -(-sum(folder.rows for folder in folders) // limit))
     parts, skip = [], 0
-    for _, vectors in folder.blocks():
-        parts.append(vectors[skip::step].copy())
-        skip = (skip - len(vectors)) % step
+    for folder in folders:
+        for number in range(folder.manifest["blocks"]):
+            _, vectors = folder.read(number)
+            parts.append(np.asarray(vectors[skip::step], np.float32))
+            skip = (skip - len(vectors)) % step
     return np.concatenate(parts)
 
 

@@ -24,7 +24,14 @@ from tqdm import tqdm
 
 from st_aggretriever.atomic import check_output, claim_partial, lock_folder, partial_of, replacing
 from st_aggretriever.readers.text import checksum
-from st_aggretriever.search.approximate import CHUNK, faiss_reason, faiss_says, load_faiss, set_parameters
+from st_aggretriever.search.approximate import (
+    CHUNK,
+    faiss_reason,
+    faiss_says,
+    load_faiss,
+    set_parameters,
+    training_sample,
+)
 from st_aggretriever.search.exact import Hits, check_vectors
 from st_aggretriever.vectors.blocks import said_if_full
 from st_aggretriever.vectors.folder import VectorFolder
@@ -89,7 +96,7 @@ def build_on_disk(
         _begin(partial, manifest)
         if not (partial / "index.faiss").exists():
             if not (partial / "trained.faiss").exists():
-                sample = _sample(folders, training_vectors)
+                sample = training_sample(folders, training_vectors)
                 faiss_says(factory, lambda: index.train(sample))
                 _write(partial / "trained.faiss", index)
             faiss_says(factory, lambda: _fill(partial, folders, part_rows))
@@ -250,18 +257,6 @@ def _begin(partial: Path, manifest: dict[str, Any]) -> None:
             raise ValueError(f"{partial} was begun with {before}; now it is {now}. Name another output, or remove it.")
     with replacing(path) as file:
         file.write(json.dumps(manifest, indent=2) + "\n")
-
-
-def _sample(folders: Sequence[VectorFolder], limit: int) -> np.ndarray:
-    """(n, dim) float32, evenly spread; of each block only the pages that hold them are read."""
-    step = max(1, -(-sum(folder.rows for folder in folders) // limit))
-    parts, skip = [], 0
-    for folder in folders:
-        for number in range(folder.manifest["blocks"]):
-            _, vectors = folder.read(number)
-            parts.append(np.asarray(vectors[skip::step], np.float32))
-            skip = (skip - len(vectors)) % step
-    return np.concatenate(parts)
 
 
 def _fill(partial: Path, folders: Sequence[VectorFolder], part_rows: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from st_aggretriever.search.exact import Hits, search
 from st_aggretriever.vectors.blocks import check_dtype
 from st_aggretriever.vectors.folder import READ_BYTES, VectorFolder, check_comparable
-from st_aggretriever.vectors.manifest import counted
+from st_aggretriever.vectors.manifest import counted, size_of
 
 
 def describe_search(
@@ -24,12 +24,12 @@ def describe_search(
     piece = min(rows * dimension * 4, max(READ_BYTES, manifest["block_size"] * dimension * 4))
     shards = f" in {counted(len(folders), 'folder')}" if len(folders) > 1 else ""
     searched = (
-        f", searched as {dtype or manifest['dtype']} ({_bytes(rows * dimension * itemsize)}), in pieces of up to "
-        f"{_bytes(piece)}, two in memory"
+        f", searched as {dtype or manifest['dtype']} ({size_of(rows * dimension * itemsize)}), in pieces of up to "
+        f"{size_of(piece)}, two in memory"
     )
     return (
         f"{counted(rows, 'vector')} of {counted(dimension, 'dimension')} by {manifest['model']}{shards}, "
-        f"{_bytes(sum(folder.size for folder in folders))} on disk as {manifest['dtype']}{searched if exact else ''}; "
+        f"{size_of(sum(folder.size for folder in folders))} on disk as {manifest['dtype']}{searched if exact else ''}; "
         f"{counted(queries, 'query')}"
     )
 
@@ -87,7 +87,3 @@ def load_queries(folder: str | Path | VectorFolder, index: VectorFolder) -> tupl
         )
     check_comparable(queries.manifest, index.manifest)
     return queries.load()
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

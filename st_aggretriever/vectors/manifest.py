@@ -221,6 +221,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+def size_of(count: float) -> str:
+    """Bytes for people.
+
+    >>> size_of(2_500_000), size_of(1.5e12)
+    ('2.5 MB', '1,500.0 GB')
+    """
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
