@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept import content_of, keep
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -28,7 +29,9 @@ from sentence_transformers.sentence_transformer.training_args import BatchSample
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.evaluation.bm25 import evaluate_bm25
+from st_aggretriever.versions import versions
 
+SETTINGS = ("steps", "batch_size", "train_length", "search_length", "seed")
 ARMS: dict[str, dict[str, Any]] = {
     "AGG 128+640": {"cls_dim": 128, "lexical_dim": 640},
     "AGG 32+96": {"cls_dim": 32, "lexical_dim": 96},
@@ -48,7 +51,13 @@ def main() -> None:
     parser.add_argument("--search-length", type=int, default=160, help="documents in search, tokens")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
+    keep(
+        args.output,
+        model=content_of(args.model),
+        pairs=[content_of(path) for path in args.pairs],
+        data=[Path(data).name for data in args.data],
+        **{name: getattr(args, name) for name in SETTINGS},
+    )
 
     rows: dict[str, dict[str, float]] = {}
     seconds: dict[str, float] = {}
@@ -67,9 +76,9 @@ def main() -> None:
     for arm, row in rows.items():
         values = [row[name] for name in names]
         print(f"{arm:28}" + "".join(f"{value:12.3f}" for value in [*values, sum(values) / len(values)]))
-    settings = {name: getattr(args, name) for name in ("steps", "batch_size", "train_length", "search_length", "seed")}
+    settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"model": Path(args.model).name, "pairs": [Path(path).name for path in args.pairs]}
-    print(json.dumps({"nDCG@10": rows, "training_seconds": seconds, "settings": settings}))
+    print(json.dumps({"nDCG@10": rows, "training_seconds": seconds, "settings": settings, "versions": versions()}))
 
 
 def figures(args: argparse.Namespace, name: str, model: Any) -> dict[str, float]:
@@ -77,7 +86,7 @@ def figures(args: argparse.Namespace, name: str, model: Any) -> dict[str, float]
     path = args.output / f"{name}.json"
     if not path.exists():
         loaded = model()
-        loaded.max_seq_length = args.search_length
+        loaded.max_seq_length = loaded[0].document_length = args.search_length  # queries keep their own
         found = {Path(data).name: evaluate_beir(loaded, data)["figures"]["nDCG@10"] for data in args.data}
         path.write_text(json.dumps(found))
     return json.loads(path.read_text())
@@ -115,7 +124,7 @@ def trained_mean(args: argparse.Namespace) -> SentenceTransformer:
         return SentenceTransformer(str(folder))
     started = time.perf_counter()
     encoder = Transformer(args.model, query_length=32, document_length=args.train_length)
-    model = SentenceTransformer(modules=[encoder, Pooling(encoder.get_embedding_dimension())])
+    model = SentenceTransformer(modules=[encoder, Pooling(encoder.get_embedding_dimension())]).float()
     model.max_seq_length = args.train_length
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(args.output / "mean.partial"),

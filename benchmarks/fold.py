@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kept import content_of
 
 from st_aggretriever import fold_embeddings, load_aggretriever
 from st_aggretriever.evaluation.beir import evaluate_beir
@@ -111,7 +112,7 @@ class Stored:
                 "document": [text for _, text in read_corpus(folder)],
             }
             for side, wanted in texts.items():
-                file = args.output / f"{path.name}-{folder.name}-{args.length}-{side}.npy"
+                file = args.output / f"{content_of(path)[:12]}-{folder.name}-{args.length}-{side}.npy"
                 if not file.exists():
                     encode = model.encode_query if side == "query" else model.encode_document
                     np.save(file.with_suffix(".partial.npy"), encode(wanted, show_progress_bar=False))

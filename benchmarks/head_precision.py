@@ -21,6 +21,7 @@ from st_aggretriever import load_aggretriever
 from st_aggretriever.evaluation.metrics import evaluate_run, mean_figures, rank
 from st_aggretriever.readers.beir import read_corpus, read_qrels, read_queries
 from st_aggretriever.search.exact import search
+from st_aggretriever.versions import versions
 
 ARMS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -69,7 +70,7 @@ def main() -> None:
             flush=True,
         )
         rows.append(row)
-    print(json.dumps({"rows": rows, "documents": len(corpus), "of": side, "torch": torch.__version__}))
+    print(json.dumps({"rows": rows, "documents": len(corpus), "of": side, "versions": versions()}))
 
 
 def load(path: str, length: int | None, *, dtype: torch.dtype = torch.float32, quantize: str = "none") -> Any:

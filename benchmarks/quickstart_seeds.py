@@ -16,6 +16,7 @@ from st_aggretriever import build_aggretriever, load_aggretriever
 from st_aggretriever.evaluation.beir import evaluate_beir
 from st_aggretriever.evaluation.bm25 import evaluate_bm25
 from st_aggretriever.quickstart import ARMS, asset, quickstart
+from st_aggretriever.versions import versions
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
         for name, values in arms.items():
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             print(f"{name:16}{statistics.fmean(values):8.3f} +- {spread:.3f}   {min(values):.3f} to {max(values):.3f}")
-    print(json.dumps({"nDCG@10": figures, "bm25": bm25}))
+    print(json.dumps({"nDCG@10": figures, "bm25": bm25, "versions": versions()}))
 
 
 def zero_shot(home: Path, key: str, data: str, seed: int) -> float:

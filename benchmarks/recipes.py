@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kept import content_of, keep
 
 from st_aggretriever import TrainConfig, load_aggretriever, train
 from st_aggretriever.encoding import Encoder
@@ -36,6 +37,7 @@ CLS_DIM = 128
 WIDTHS = (640, 320, 160, 128, 64)  # D at which vectors are compared
 FOLDS = [320, 128, 64]  # D at which the fold-aware loss is taken
 NEGATIVES = 3
+SETTINGS = ("sample", "steps", "further_epochs", "train_length", "search_length")
 ARMS = ("plain", "plain, further", "hard negatives", "distilled", "fold-aware")
 
 
@@ -53,7 +55,14 @@ def main() -> None:
     parser.add_argument("--search-length", type=int, default=128, help="tokens of a document (default: 128)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
+    keep(
+        args.output,
+        model={Path(model).name: content_of(model) for model in args.model},
+        pairs=[content_of(path) for path in args.pairs],
+        data=[Path(data).name for data in args.data],
+        teacher=content_of(args.teacher),
+        **{name: getattr(args, name) for name in SETTINGS},
+    )
     pairs = sampled_pairs(args)
     found: dict[str, dict[str, dict[int, Any]]] = {}
     for seed in args.seeds:
@@ -66,8 +75,8 @@ def main() -> None:
         print_table(arms, [Path(folder).name for folder in args.data], lambda name: (name, "640"))
         print(f"\n{backbone}: mean of the collections, by D")
         print_table(arms, [str(width) for width in WIDTHS], lambda width: ("mean", width))
-    settings = {name: getattr(args, name) for name in ("sample", "steps", "further_epochs", "train_length", "seeds")}
-    settings |= {"search_length": args.search_length, "teacher": Path(args.teacher).name, "negatives": NEGATIVES}
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "seeds")}
+    settings |= {"teacher": Path(args.teacher).name, "negatives": NEGATIVES}
     print(json.dumps({"nDCG@10": found, "settings": settings, "versions": versions()}))
 
 

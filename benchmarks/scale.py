@@ -1,7 +1,7 @@
 """Encoding collections: killed at random moments, its memory, and its rates as one process, shards, a pool and Ray.
 
     python benchmarks/scale.py kill [--documents 200000] [--kills 20]
-    python benchmarks/scale.py rates --data scifact [--documents 5183]
+    python benchmarks/scale.py rates --data scifact
 
 ``kill`` encodes synthetic short documents by the bundled backbone as an untrained AGG: once undisturbed in one process,
 once as two shards that are merged and verified, where the processes of all four steps get SIGKILL at random moments;

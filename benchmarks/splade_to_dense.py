@@ -2,7 +2,8 @@
 
     python benchmarks/splade_to_dense.py --model SPLADE --pairs FILE... --rows N... --data FOLDER... --output DIR
 
-The checkpoint's term weights, folded into 768 dimensions without a [CLS] part, are the start. It mines negatives for
+The checkpoint's term weights, folded into 768 dimensions without a [CLS] part, are the start; what the head says at
+[CLS] is left out of the maximum, as in AGG. It mines negatives for
 a sample of the pairs, and is trained with them on the contrastive loss and on the unfolded checkpoint's scores (KL and
 MarginMSE), so that it learns which terms to leave out of a half slice that it shares. nDCG@10 before and after, beside
 BM25. What lies in DIR is not done again; training goes on where it was interrupted.
@@ -18,6 +19,8 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from kept import content_of, keep
 
 from st_aggretriever import TrainConfig, build_aggretriever, load_aggretriever, train
 from st_aggretriever.evaluation.beir import evaluate_beir
@@ -41,7 +44,9 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.pairs) != len(args.rows):
         parser.error(f"--rows: expected a number for each of {len(args.pairs)} files, got {len(args.rows)}")
-    args.output.mkdir(parents=True, exist_ok=True)
+    names = ("rows", "steps", "learning_rate")
+    made_with = {name: getattr(args, name) for name in names} | {"pairs": [content_of(path) for path in args.pairs]}
+    keep(args.output, model=content_of(args.model), **made_with)
     start, trained = args.output / "start", args.output / "trained"
     if not start.exists():
         settings: dict[str, Any] = {"cls_dim": 0, "lexical_dim": 768, "activation": "log1p_relu"}

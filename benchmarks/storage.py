@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kept import content_of
 from sentence_transformers.util.quantization import quantize_embeddings, semantic_search_faiss
 
 from st_aggretriever import load_aggretriever
@@ -87,7 +88,7 @@ def vectors_of(args: argparse.Namespace, side: str) -> tuple[np.ndarray, list[st
     if side == "query":
         judged = read_qrels(args.data, "test", set(texts))
         texts = {key: text for key, text in texts.items() if key in judged}
-    file = args.output / f"{args.data.name}-{args.length}-{side}.npy"
+    file = args.output / f"{args.data.name}-{args.length}-{side}-{content_of(args.model)[:12]}.npy"
     if not file.exists():
         model: Any = load_aggretriever(args.model, device="cpu")
         model.max_seq_length = args.length

@@ -4,8 +4,8 @@
     python examples/train_msmarco.py --data FOLDER --output agg --hard-negatives      # and its two further epochs
     st-aggretriever evaluate msmarco --help                                           # dev and TREC DL, from there
 
-FOLDER holds collection.tsv, queries.train.tsv and triples of ids, qidpidtriples.train.full.2.tsv (or .small), plain or
-compressed: of each query its passage and what BM25 found instead. One GPU; the texts stay on disk.
+FOLDER holds collection.tsv, queries.train.tsv and triples of ids, qidpidtriples.train.full.2.tsv, plain or compressed:
+of each query its passage and what BM25 found instead, on neighbouring lines. One GPU; the texts stay on disk.
 
 The first run is the one of the published checkpoints: 3 epochs of 8 queries with 8 passages each, 1 that answers and 7
 of BM25's drawn anew each epoch, all 64 negatives of each other; learning rate 5e-6 that rises over a tenth of the steps
