@@ -70,6 +70,7 @@ class TrainConfig:
     negatives: int | None = _option(
         "hard negatives of each row, drawn anew each epoch", shown="all, which must be as many in every row", least=0
     )
+    drop_short: bool = _option("leave out rows with fewer negatives than that, instead of refusing the run", False)
     max_bad_rows: int = _option("broken rows to leave out, with a warning, before the run is refused", 0, least=0)
 
     # The model to build

@@ -103,7 +103,8 @@ def _head(record: dict[str, Any]) -> list[str]:
 
 def _data(record: dict[str, Any]) -> list[str]:
     rows = [
-        f"| {_name(path)} | {source.get('format', '')} | {record['pairs'][path]:,} | {source['bad_rows']:,} |"
+        f"| {_name(path)} | {source.get('format', '')} | {record['pairs'][path]:,} | {source['bad_rows']:,} "
+        f"| {source.get('short_rows', 0):,} |"
         for path, source in record["data"].items()
     ]
     used = f"{record['resolved']['pairs']:,} pairs were trained on"
@@ -113,8 +114,8 @@ def _data(record: dict[str, Any]) -> list[str]:
     return [
         "## Data",
         "",
-        "| source | format | rows | broken, left out |",
-        "|---|---|---|---|",
+        "| source | format | rows | left out as broken | for too few negatives |",
+        "|---|---|---|---|---|",
         *rows,
         "",
         used,

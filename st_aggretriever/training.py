@@ -187,6 +187,7 @@ def _open_data(config: TrainConfig) -> TrainingData:
     return open_training_data(
         config.pairs,
         negatives=config.negatives,
+        drop_short=config.drop_short,
         seed=config.seed,
         max_bad_rows=config.max_bad_rows,
         scores=config.teacher == "data",

@@ -136,6 +136,29 @@ def test_msmarco_judgements_give_a_row_for_each_positive(msmarco: Path) -> None:
     assert [text for _, text, _, _ in data.corpus()] == [f"passage {number}" for number in range(6)]
 
 
+def test_rows_with_too_few_negatives_can_be_left_out(msmarco: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a first stage that found less than was wanted brings them: nothing else changes for the other rows."""
+    triples = msmarco / "qidpidtriples.train.full.2.tsv"
+    triples.write_text("10\t1\t0\n20\t2\t4\n20\t2\t5\n20\t3\t0\n20\t3\t1\n20\t3\t4\n")
+    with pytest.raises(ValueError, match=r"line 1: expected 2 negatives, or more, got 1.*--drop-short"):
+        open_training_data([str(msmarco)], negatives=2)
+    whole = open_training_data([str(msmarco)], negatives=1, seed=3)
+    data = open_training_data([str(msmarco)], negatives=2, drop_short=True, seed=3)
+    assert "fewer than 2 negatives: 1, the first" in caplog.text
+    assert (len(data), data.counts, data.short_rows) == (2, {str(msmarco): 2}, {str(msmarco): 1})
+    assert data.describe()[str(msmarco)]["short_rows"] == 1
+    assert [data.row(row)["positive"] for row in range(2)] == ["passage 2", "passage 3"]
+    assert (data.sha256, data.known_keys("twenty")) == (whole.sha256, whole.known_keys("twenty"))
+    for again in (pickle.loads(pickle.dumps(data)), pickle.loads(pickle.dumps(data.subset([1, 0]))).subset([1, 0])):
+        assert [again.row(row) for row in range(2)] == [data.row(row) for row in range(2)]
+    everything = open_training_data([str(msmarco)], negatives=1, drop_short=True)
+    assert (len(everything), everything.short_rows) == (3, {})
+    with pytest.raises(ValueError, match="line 1: expected 9 negatives"):
+        open_training_data([str(msmarco)], negatives=9, drop_short=True)
+    with pytest.raises(ValueError, match="drop_short leaves out rows with too few negatives: say how many"):
+        open_training_data([str(msmarco)], drop_short=True)
+
+
 def test_msmarco_triples_that_follow_one_another_are_one_row(msmarco: Path) -> None:
     (msmarco / "qidpidtriples.train.full.2.tsv").write_text(
         "10\t1\t0\n10\t1\t4\n20\t2\t5\n20\t3\t0\n20\t3\t2\n20\t3\t4\n"

@@ -37,6 +37,7 @@ def open_training_data(
     paths: Sequence[str],
     *,
     negatives: int | None = None,
+    drop_short: bool = False,
     seed: int = 0,
     split: str = "train",
     max_bad_rows: int = 0,
@@ -52,6 +53,7 @@ def open_training_data(
         paths: Files, folders, names; at least one.
         negatives: How many negatives a row has, drawn uniformly without replacement from the row's own for each epoch
             anew. None takes all, which must be as many in every row.
+        drop_short: Leave out rows that have fewer than ``negatives``, with one warning, instead of raising.
         seed: Of the draws, which depend on nothing but seed, epoch and row.
         split: Which qrels of a folder, which split of a Hub dataset.
         max_bad_rows: How many broken rows may be left out, each with a warning.
@@ -72,13 +74,15 @@ def open_training_data(
         raise ValueError("open_training_data: expected paths or names, got an empty one.")
     if negatives is not None and negatives < 0:
         raise ValueError(f"open_training_data: negatives must be at least 0, got {negatives}.")
+    if drop_short and not negatives:
+        raise ValueError("open_training_data: drop_short leaves out rows with too few negatives: say how many.")
     bad = BadRows(max_bad_rows, logger.warning)
     opened = {path: _open(path, split, bad) for path in dict.fromkeys(map(str, paths))}
     data = TrainingData([opened[str(path)] for path in paths], seed)  # a path named twice counts twice
     data.bad_rows = dict(bad.counts)
     options = {"negatives": negatives, "seed": seed, "split": split, "max_bad_rows": max_bad_rows, "scores": scores}
-    data.opened_with = ([str(path) for path in paths], options)
-    data.check_negatives(negatives)
+    data.opened_with = ([str(path) for path in paths], options | {"drop_short": drop_short})
+    data.check_negatives(negatives, drop_short=drop_short)
     if scores:
         data.check_scores()
     return data
@@ -93,7 +97,8 @@ class TrainingData:
         columns: Names of a row's values, in order.
         has_several_positives: Whether a query has more than one positive, in one row or in several.
         counts: Rows by path.
-        bad_rows: Rows left out by path; empty without any.
+        bad_rows: Broken rows left out by path; empty without any.
+        short_rows: Rows left out by path for having too few negatives; empty without any.
         left_out: Rows that an epoch's batches left out, where they are many; None before.
         sha256: Of all that is read.
         query_keys, positive_keys, positive_ids, positive_starts: See :class:`st_aggretriever.readers.rows.Source`.
@@ -107,6 +112,7 @@ class TrainingData:
         if not len(self):
             raise ValueError(f"train: no row in {', '.join(self.counts)}.")
         self.bad_rows: dict[str, int] = {}
+        self.short_rows: dict[str, int] = {}
         self.left_out: int | None = None
         self.sha256 = hashlib.sha256(" ".join(source.sha256 for source in sources).encode()).hexdigest()
         self.opened_with: tuple[list[str], dict[str, Any]] = ([], {})
@@ -146,8 +152,12 @@ class TrainingData:
 
     def subset(self, rows: Sequence[int]) -> TrainingData:
         """Some of the rows, by their numbers; each draws what it draws here."""
+        return self.only([self._number(row) for row in rows])
+
+    def only(self, numbers: Sequence[int] | np.ndarray) -> TrainingData:
+        """The rows of these numbers among those that were read."""
         data = self._twin()
-        data._rows = np.array([self._number(row) for row in rows], np.int64)
+        data._rows = np.array(numbers, np.int64)
         data.counts = self._count(data._rows)
         return data
 
@@ -254,8 +264,12 @@ class TrainingData:
         places = np.minimum(np.searchsorted(self._known_pairs, pairs), len(self._known_pairs) - 1)
         return [example.negatives[int(at)] for at in np.flatnonzero(self._known_pairs[places] != pairs)]
 
-    def check_negatives(self, wanted: int | None) -> None:
-        """Set how many negatives a row has, None for all that each has; raises ValueError where a row has too few."""
+    def check_negatives(self, wanted: int | None, *, drop_short: bool = False) -> None:
+        """Set how many negatives a row has, None for all that each has.
+
+        Raises:
+            ValueError: A row has too few and is not to be left out, or all have.
+        """
         counts = np.concatenate([source.negative_counts for source in self.sources])
         exact = wanted is None
         if wanted is None:
@@ -272,7 +286,15 @@ class TrainingData:
                 counts[row] = len(self._usable(row, source, source.example(local)))
         short = np.flatnonzero(counts != wanted if exact else counts < wanted)
         self.negatives = wanted
-        if len(short):
+        if drop_short and 0 < len(short) < len(counts):
+            self.short_rows = {path: count for path, count in self._count(short).items() if count}
+            logger.warning(
+                "rows left out for having fewer than %d negatives: %d, the first %s",
+                wanted, len(short), self.where(int(short[0])),
+            )  # fmt: skip
+            self._rows = np.setdiff1d(np.arange(len(counts)), short)
+            self.counts = self._count(self._rows)
+        elif len(short):
             raise ValueError(
                 self._too_few(int(short[0]), int(counts[short[0]]), "as in the first row" if exact else "or more")
             )
@@ -281,11 +303,14 @@ class TrainingData:
         source, local = self._locate(row)
         advice = "--negatives N draws N of each row's for every epoch."
         if isinstance(source, JudgedSource):
-            advice = "Lower --negatives, or remove the row's lines; one with the positive's text is no negative."
+            advice = (
+                "Lower --negatives, leave such rows out by --drop-short, or remove the row's lines; one with the "
+                "positive's text is no negative."
+            )
         if isinstance(source, mined.MinedSource):
             advice = (
-                f"Lower --negatives, or mine again with --negatives {self.negatives} --drop-short, a larger --depth "
-                f"than {source.manifest['depth']} or wider --ranks."
+                f"Lower --negatives, leave such rows out by --drop-short, or mine again with --negatives "
+                f"{self.negatives}, a larger --depth than {source.manifest['depth']} or wider --ranks."
             )
         return f"{source.where(local)}: expected {self.negatives} negatives, {how}, got {found}. {advice}"
 
@@ -362,6 +387,7 @@ class TrainingData:
             source.path: {
                 "rows": self.counts[source.path],
                 "bad_rows": self.bad_rows.get(source.path, 0),
+                **({"short_rows": self.short_rows[source.path]} if source.path in self.short_rows else {}),
                 **source.describe(),
             }
             for source in self.sources
@@ -411,7 +437,7 @@ def _reopen(
 ) -> TrainingData:
     data = open_training_data(paths, **options)
     data.set_epoch(epoch)
-    data = data if rows is None else data.subset(rows.tolist())
+    data = data if rows is None else data.only(rows)
     return data if teacher is None else data.with_teacher(teacher)
 
 
