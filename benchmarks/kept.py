@@ -12,19 +12,25 @@ from st_aggretriever.readers.text import checksum
 
 
 def content_of(path: str | Path) -> str:
-    """SHA-256 of a file, of the weights in a model's folder, or of the name of what lies on the Hub."""
+    """SHA-256 of a file, of the weights and settings in a model's folder, or of the name of what lies on the Hub."""
     path = Path(path)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    sums = " ".join(checksum(file) for file in files) or str(path)
-    return sums if len(files) == 1 else hashlib.sha256(sums.encode()).hexdigest()
+    if path.is_file():
+        return checksum(path)
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".safetensors", ".bin", ".json"))
+    sums = [f"{file.relative_to(path).as_posix()} {checksum(file)}" for file in files]
+    return hashlib.sha256("\n".join(sums or [str(path)]).encode()).hexdigest()
 
 
 def keep(output: Path, **settings: Any) -> None:
-    """Make the folder for figures of these settings, or go on in it; ends with a sentence where it holds others'."""
+    """Make the folder for figures of these settings, or go on in it; ends with a sentence where it holds others', or
+    doesn't say whose.
+    """
     output.mkdir(parents=True, exist_ok=True)
     file = output / "settings.json"
     now = json.loads(json.dumps(settings))
     if not file.exists():
+        if any(output.iterdir()):
+            raise SystemExit(f"{output} is not empty and has no settings.json. Name another --output.")
         with replacing(file) as written:
             written.write(json.dumps(now, indent=1) + "\n")
     before = json.loads(file.read_text(encoding="utf-8"))

@@ -46,9 +46,11 @@ def main() -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    folders = list(dict.fromkeys(args.data))
+    folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in args.data))
     sums = {folder: data_checksums(folder, args.split) for folder in folders}  # before the model loads
-    names = short_names(folders) if len(folders) > 1 else {folders[0]: Path(folders[0]).name}
+    names = {folder: name.replace("/", "-") for folder, name in short_names(folders).items()}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"two of the folders would both be called {max(names.values())}. Rename one.")
     args.output.mkdir(parents=True, exist_ok=True)
     model: Any = load_aggretriever(args.model)
     set_lengths(model, args.query_length, args.document_length)
@@ -58,7 +60,7 @@ def evaluate(args: argparse.Namespace) -> None:
     runs: dict[str, list[Path]] = {folder: [] for folder in folders}
     for folder in folders:
         for system, made in made_by.items():
-            stem = args.output / f"{names[folder].replace('/', '-')}.{args.split}.{made}"
+            stem = args.output / f"{names[folder]}.{args.split}.{made}"
             figures, run = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.trec")
             result = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() and run.exists() else {}
             if result.get("checksums") != sums[folder]:

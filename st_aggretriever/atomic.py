@@ -144,6 +144,14 @@ def lock_folder(folder: Path) -> IO[Any]:
     return lock_file(folder / ".lock", f"another process is writing {folder}")
 
 
+def _is_at(path: Path, file: IO[Any]) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def lock_file(path: Path, busy: str) -> IO[Any]:
     """The open file whose lock this process now holds; it ends when that is closed, or with the process.
 
@@ -158,7 +166,7 @@ def lock_file(path: Path, busy: str) -> IO[Any]:
     except ImportError:  # Windows: no lock; an open file there would keep its folder from being renamed
         path.touch()
         return open(os.devnull, "w")
-    while True:
+    for again in (True, True, False):
         file = path.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,6 +175,8 @@ def lock_file(path: Path, busy: str) -> IO[Any]:
             raise BlockingIOError(f"{busy}. Wait until it has ended, or name another output.") from None
         except OSError as error:  # a file system that knows no locks
             logger.warning("%s: no lock here (%s). Don't let two processes write it.", path.parent, error.strerror)
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        if not again or _is_at(path, file):
             return file
         file.close()  # of a file that its holder has just removed: others would lock a new one
+    raise AssertionError("the last round returns")

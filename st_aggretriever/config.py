@@ -7,8 +7,9 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-# Settings that a resumed run may change: they don't touch the weights.
-FREE = {"output", "pairs", "resume", "save_steps", "logging_steps", "report_to", "report"}
+# Settings that a resumed run may change: they don't touch the weights. Without drop_short there is no short row, or
+# the run is refused.
+FREE = {"output", "pairs", "resume", "drop_short", "save_steps", "logging_steps", "report_to", "report"}
 TEACHERS = ("kl_weight", "margin_mse_weight", "contrastive_weight", "temperature", "teacher_batch_size")
 # The first setting of each group of ``train --help``.
 GROUPS = {
@@ -206,6 +207,7 @@ class TrainConfig:
             raise ValueError("TrainConfig: dev_data and dev_share are two development sets. Give one.")
         if self.mini_batch_size is not None and self.mini_batch_tokens is not None:
             raise ValueError("TrainConfig: mini_batch_size and mini_batch_tokens both set the same thing. Give one.")
+        self._check_used(("drop_short",), bool(self.negatives), "negatives, a number above 0")
         self._check_used(TEACHERS, self.teacher is not None, "a teacher")
         # NanoBEIR has splits and figures of its own.
         self._check_used(("dev_split",), self.dev_data not in (None, "nanobeir"), "dev_data, a BEIR folder")

@@ -139,6 +139,8 @@ def mine(
     settings = settings or MiningSettings()
     if batch_size < 1:
         raise ValueError(f"mine: batch_size must be at least 1, got {batch_size}.")
+    if not data.is_whole:
+        raise ValueError("mine: expected all rows of the data, got a part of them. Open them without drop_short.")
     output = Path(output)
     check_output(output)
     documents = _documents(data, corpus)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3  # searches shown
 SHOWN = 3  # passages of each
+BUNDLED = "bundled"
 MARK = "quickstart.json"  # tells the folder of a run, with its settings
 SAVE_STEPS = 100  # between two checkpoints, from which an interrupted training goes on
 
@@ -117,7 +118,9 @@ def quickstart(
         if arm.trained
     }
     untrained = build_aggretriever(backbone, seed=seed, **ARMS["untrained"].options(cls_dim, lexical_dim)).float()
-    shown = {"model": backbone, "data": folder, **settings, "cls_dim": cls_dim, "lexical_dim": lexical_dim}
+    # The package, and what it brings, may lie elsewhere when the run goes on.
+    shown = {"model": model or BUNDLED, "data": data or BUNDLED, **settings, "pairs": pairs or [data or BUNDLED]}
+    shown |= {"cls_dim": cls_dim, "lexical_dim": lexical_dim}
     _claim(home, shown)
     yield f"backbone {model or 'mini (bundled)'}, collection {data or 'sample (bundled)'}, {count} training pairs"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,9 @@ def check_output(output: Path, working: Path, *, resume: bool) -> None:
             f"train: output {output} is a mount point and can't be put in place whole. Name a folder in it."
         )
     check_place(output)
-    if (working / RECORD).is_file():
-        lock_folder(working).close()  # of a run that is alive, which must be neither resumed nor deleted
+    with suppress(FileNotFoundError):  # no run, or one that ends just now
+        if (working / RECORD).is_file():
+            lock_folder(working).close()  # of a run that is alive, which must be neither resumed nor deleted
     if working.exists() and not resume:
         raise ValueError(f"train: {working} holds an interrupted run. Go on with --resume, or delete it.")
 
@@ -80,8 +81,10 @@ def check_same(before: dict[str, Any], now: dict[str, Any], where: Path) -> None
     for name, default in (("evaluator", None), ("processes", 1)):
         old[name], new[name] = before.get(name, default), now[name]
     started, starts = before.get("model_sha256"), now.get("model_sha256")  # the first runs didn't note it
-    # The same model may lie elsewhere by now, as the one in this package does after a reinstallation.
-    free = FREE | {"model"} if started and started == starts else FREE
+    # The same model may lie elsewhere by now, as the one in this package does after a reinstallation; if it is taken
+    # as what it was then, a backbone or an Aggretriever, whose heads have another learning rate.
+    moved = started and started == starts and before.get("new_heads") == now.get("new_heads") is not None
+    free = FREE | {"model"} if moved else FREE
     changed = [name for name in new if name not in free and old[name] != new[name]]
     if changed:
         found = ", ".join(f"{name} ({old[name]}, now {new[name]})" for name in changed)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from st_aggretriever.config import TrainConfig, default_of
-from st_aggretriever.run_folder import RECORD, check_output, load_finished, working_folder, write_model
+from st_aggretriever.run_folder import RECORD, check_output, load_finished, read_record, working_folder, write_model
 from st_aggretriever.versions import versions
 
 if TYPE_CHECKING:
@@ -60,8 +60,6 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
         >>> config = TrainConfig(model="distilbert-base-uncased", pairs=["pairs.jsonl"], output="agg")
         >>> model = train(config)  # doctest: +SKIP
     """
-    from st_aggretriever.encoding import model_hash
-
     _check_environment(config, evaluator)
     output = Path(config.output).resolve()
     working = output.with_name(output.name + ".partial")
@@ -77,6 +75,8 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
         "pairs_sha256": data.sha256,
     }
     if finished:
+        if read_record(output)["config"].get("model") != config.model:  # perhaps it has moved
+            start |= _origin(*starting_model(config))
         return load_finished(start, output, first=is_first())
     data, evaluator = _development_set(config, data, evaluator)
     if len(data) < config.batch_size * processes():
@@ -85,7 +85,7 @@ def train(config: TrainConfig, *, evaluator: BaseEvaluator | None = None) -> Sen
             f"train: batch_size must be at most the number of pairs, {len(data)}{together}, got {config.batch_size}."
         )
     model, is_new = starting_model(config)
-    start["model_sha256"] = model_hash(model)
+    start |= _origin(model, is_new)
     if config.lora_rank:
         _adapt(model, config.lora_rank, config.seed)
     resolved = _resolve(config, model, is_new, len(data))
@@ -304,6 +304,13 @@ def _say_lengths(config: TrainConfig, model: SentenceTransformer) -> None:
     if config.cls_dim is not None and config.cls_dim > hidden_size:
         say(f"cls_dim {config.cls_dim} is above the backbone's width {hidden_size}, which the [CLS] part can't exceed "
             "in rank: it costs space and adds nothing")  # fmt: skip
+
+
+def _origin(model: SentenceTransformer, is_new: bool) -> dict[str, Any]:
+    """What a run's record says of the model that it started from."""
+    from st_aggretriever.encoding import model_hash
+
+    return {"model_sha256": model_hash(model), "new_heads": is_new}
 
 
 def _adapt(model: SentenceTransformer, rank: int, seed: int) -> None:

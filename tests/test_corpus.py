@@ -15,6 +15,7 @@ from folders import ROWS, Letters, write_jsonl
 from st_aggretriever.bulk import encode_to_disk
 from st_aggretriever.explain.documents import read_documents
 from st_aggretriever.readers import corpus as corpus_module
+from st_aggretriever.readers.beir import read_corpus, read_queries
 from st_aggretriever.readers.corpus import Corpus
 from st_aggretriever.readers.msmarco import read_tsv
 from st_aggretriever.readers.store import BadRows, Passages
@@ -72,7 +73,13 @@ def test_all_readers_find_the_same_ids_and_texts(tmp_path: Path, name: str) -> N
     passages = Passages(path, BadRows(0, print))
     assert list(passages.stream()) == rows
     assert [passages.text(place) for place in passages.find(["2", "a", "id"]) if place >= 0] == ["y", "x"]
-    assert list(read_documents(path) if name.endswith("jsonl") else read_tsv(path)) == rows
+    assert list(read_documents(path)) == rows
+    if name.endswith("jsonl"):
+        for part in ("corpus", "queries"):
+            (tmp_path / f"{part}.jsonl").write_text(LINES[name].replace("title", "text"))
+        assert list(read_corpus(tmp_path)) == list(read_queries(tmp_path).items()) == rows
+    else:
+        assert list(read_tsv(path)) == rows
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 23, 100])

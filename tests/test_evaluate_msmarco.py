@@ -109,7 +109,8 @@ def test_bad_files_are_named_before_any_work(files: list[str], capsys: pytest.Ca
         assert sentence in capsys.readouterr().err
     for content, sentence in (("1 yeast\n", "queries.tsv line 1: expected id<tab>text"),
                               ("1\ta\n1\tb\n", "queries.tsv line 2: id '1' occurs a second time"),
-                              ("a b\tc\n", "line 1: expected id<tab>text")):  # fmt: skip
+                              ("a b\tc\n", "line 1: expected id<tab>text"),
+                              ("id\ttext\n", "holds no text")):  # fmt: skip
         Path(queries).write_text(content)
         assert main([*base, "--qrels", qrels]) == 2
         assert sentence in capsys.readouterr().err

@@ -246,7 +246,8 @@ def test_notes_say_steps_choices_and_what_still_rose(
         "no other is better by 0.02): random: AGG .700, .600; random: CLS .800, .700.",
         "Runs whose dev figure gained 0.02 or more in their last third: 3 of the 5 that were judged more than once, "
         "A, seed 0, 1; C, seed 0.",
-        "Sweeps and trainings of these rows took 1.6 hours of one core, beside another run.",  # 2 x (2,400 + 500) s
+        "Sweeps and trainings of these rows took 1.6 hours of one core, beside another run; of a run that was "
+        "interrupted what came after counts.",  # 2 x (2,400 + 500) s
         "findings.json was changed since some runs of this table were begun.",  # these say no checksum
     ]
     untrained = dataclasses.replace(small, rows=small.rows[:1])

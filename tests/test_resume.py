@@ -361,7 +361,18 @@ def test_a_run_goes_on_where_its_starting_model_has_moved(settings: dict, tmp_pa
     save_backbone(tmp_path / "other", seed=7)
     with pytest.raises(ValueError, match=r"had other settings: model \(.*bert, now .*other\)"):
         train(TrainConfig(**settings | {"model": str(tmp_path / "other")}, resume=True))
-    assert differing(weights(train(TrainConfig(**moved, resume=True))), expected) == set()
+    again = TrainConfig(**moved, resume=True)
+    record = tmp_path / "killed.partial" / "train.json"
+    content = record.read_text()
+    # As of an Aggretriever equal to that backbone with new heads, which learn at another rate; as of an older version.
+    for other in ('"new_heads": false', '"of older runs": null'):
+        record.write_text(content.replace('"new_heads": true', other))
+        with pytest.raises(ValueError, match=r"had other settings: model \(.*bert, now .*moved\)"):
+            train(again)
+    record.write_text(content)
+    assert differing(weights(train(again)), expected) == set()
+    again.model = str((tmp_path / "moved").rename(tmp_path / "once more"))
+    assert differing(weights(train(again)), expected) == set()  # as it is, finished
 
 
 def test_resume_starts_a_new_run_and_takes_a_finished_one_as_it_is(settings: dict, tmp_path: Path) -> None:

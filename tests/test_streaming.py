@@ -18,6 +18,7 @@ import training_runs
 from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 
 from st_aggretriever import TrainConfig, train
+from st_aggretriever.mining import mine
 from st_aggretriever.readers import hub, judged, store
 from st_aggretriever.readers.known import KnownPositivesCollator
 from st_aggretriever.readers.store import BadRows, Passages, Records, key_of
@@ -153,10 +154,12 @@ def test_rows_with_too_few_negatives_can_be_left_out(msmarco: Path, caplog: pyte
         assert [again.row(row) for row in range(2)] == [data.row(row) for row in range(2)]
     everything = open_training_data([str(msmarco)], negatives=1, drop_short=True)
     assert (len(everything), everything.short_rows) == (3, {})
-    with pytest.raises(ValueError, match="line 1: expected 9 negatives"):
+    with pytest.raises(ValueError, match=r"no row in .*marco has 9 negatives\. Lower --negatives"):
         open_training_data([str(msmarco)], negatives=9, drop_short=True)
     with pytest.raises(ValueError, match="drop_short leaves out rows with too few negatives: say how many"):
         open_training_data([str(msmarco)], drop_short=True)
+    with pytest.raises(ValueError, match=r"expected all rows of the data.* without drop_short"):
+        mine(None, data, msmarco / "mined.jsonl")
 
 
 def test_msmarco_triples_that_follow_one_another_are_one_row(msmarco: Path) -> None:

@@ -1,8 +1,10 @@
 """Vectors on disk: blocks, manifest, resuming, refusals, search from disk, approximate indexes, the two commands."""
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from st_aggretriever import build_aggretriever
+from st_aggretriever.atomic import lock_file
 from st_aggretriever.bulk import Source, encode_to_disk
 from st_aggretriever.cli import main
 from st_aggretriever.encoding import count_truncated, model_hash, prompt_of
@@ -55,6 +58,27 @@ def test_a_folder_holds_no_open_file_when_it_is_renamed_where_there_are_no_locks
     folder = write_vectors(tmp_path / "v", vectors)
     assert VectorFolder(folder).load()[1].tolist() == vectors.tolist()
     assert not (folder / ".lock").exists()
+
+
+def test_a_lock_is_of_the_file_that_bears_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ".lock"
+    flock = fcntl.flock
+    removed = []
+
+    def remove_once(file: Any, how: int) -> None:
+        flock(file, how)
+        if not removed:  # as a holder does that ends just then
+            removed.append(path.unlink())
+
+    monkeypatch.setattr(fcntl, "flock", remove_once)
+    with lock_file(path, "busy"), pytest.raises(BlockingIOError, match="busy"):
+        lock_file(path, "busy")
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "samestat", lambda *_: False)  # a file system that can't say so
+        lock_file(path, "busy").close()
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        lock_file(path, "busy")
 
 
 class Letters:

@@ -24,6 +24,18 @@ def make(scale: Scale) -> Table:
             "without [SEP] in the max": agg(excluded_tokens="special"),
         }
     )
+    notes = [
+        "All rows have the [CLS] part of 128 dimensions but AVERAGE; unpruned lexical weights have one dimension a "
+        "term beside it.",
+        "Slices are strided: agg* puts neighbours in the vocabulary into one slice, agg+ ids D apart. So agg* against "
+        "agg+ compares the sign's rule and which terms share a slice at once; dimensions.py has both apart, without "
+        "training.",
+    ]
+    if scale.name == "mini":
+        notes += [
+            "Rows without the MLM head see three times the pairs of the others in about the same time: they are "
+            "compared with AGG after equal time, not after equal pairs.",
+        ]
     return Table(
         name="ablation",
         title="Table 6: ablation",

@@ -26,8 +26,8 @@ def make(scale: Scale) -> Table:
         collections += ["NQ", "TQA"]
     notes = [
         "AGG is 128 + 640 dimensions, CLS 768, mean pooling the backbone's own width.",
-        "The [CLS] part of AGG untrained is a random projection, and larger than the lexical part: alone, that part "
-        "says what the head brings before any training.",
+        "The [CLS] part of AGG untrained is a random projection, and the larger part of its scores: the lexical part "
+        "alone says what the head brings before any training.",
     ]
     if scale.name == "mini":
         notes += [

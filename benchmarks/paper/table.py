@@ -295,11 +295,14 @@ def _hours(runner: Runner, table: Table) -> list[str]:
     for model in distinct([row.model for row in table.rows if row.model.trained]):
         own = swept and model.longer == 1
         if own:
-            seconds += sum(run.get("seconds") or 0 for run in runner.choose(model)["tried"])
+            seconds += sum(run.get("seconds") or 0 for run in runner.choose(model).get("tried", []))
         records = (runner.record(model, seed) for seed in table.seeds if not (own and seed == table.seeds[0]))
         seconds += sum(record.get("training", {}).get("seconds") or 0 for record in records)
     where = "of one core, beside another run" if runner.scale.name == "mini" else "of one process"
-    return [f"Sweeps and trainings of these rows took {seconds / 3600:.1f} hours {where}."] if seconds else []
+    return [
+        f"Sweeps and trainings of these rows took {seconds / 3600:.1f} hours {where}; of a run that was interrupted "
+        "what came after counts."
+    ] * (seconds > 0)
 
 
 def _training_notes(runner: Runner, table: Table) -> list[str]:

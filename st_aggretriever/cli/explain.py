@@ -22,7 +22,7 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
     add_model(explain, kind="an Aggretriever", quantize=False)
     explain.add_argument("--query", metavar="TEXT", help="the query")
     explain.add_argument(
-        "--docs", metavar="FILE", help="documents: lines of text, jsonl with a field text, or a BEIR folder"
+        "--docs", metavar="FILE", help="documents: lines of text, jsonl, .tsv (id<tab>text), or a BEIR folder"
     )
     explain.add_argument("--ids", nargs="+", metavar="ID", help="these documents (default: the best for the query)")
     explain.add_argument(

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,8 @@ def _alone(name: str, folder: Path, say: Callable[[str], None]) -> Iterator[None
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(PermissionError):  # another user's, in a folder where only the owner removes files
+                path.unlink(missing_ok=True)
 
 
 def _fetch_zip(one: BeirSet, folder: Path, base_url: str, say: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from st_aggretriever.encoding import Encoder, model_hash, valid_unicode
 from st_aggretriever.readers.beir import read_corpus
 from st_aggretriever.readers.documents import ID_FIELDS, document_of, text_in
+from st_aggretriever.readers.msmarco import read_tsv
 from st_aggretriever.readers.text import read_jsonl, read_lines
 from st_aggretriever.search.exact import search
 from st_aggretriever.vectors.folder import VectorFolder
@@ -30,8 +31,8 @@ class Ranked(NamedTuple):
 
 
 def read_documents(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Stream ``(id, text)`` of a BEIR folder, of jsonl (its fields as for encoding; without any id the line's number is
-    one), or of the lines of any other file, whose ids are the lines' numbers.
+    """Stream ``(id, text)`` of a BEIR folder, of jsonl or .tsv (as for encoding; in jsonl without any id the line's
+    number is one), or of the lines of any other file, whose ids are the lines' numbers.
 
     Raises:
         FileNotFoundError: Nothing lies there.
@@ -48,14 +49,15 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str]]:
                 raise ValueError(f"{path} line {number}: id {key!r} occurs a second time.")
             seen.add(key)
             yield key, text
+    elif ".tsv" in path.suffixes[-2:]:
+        yield from read_tsv(path)
     else:
         yield from ((str(number), line) for number, line in read_lines(path))
 
 
 def _parse(record: dict[str, Any]) -> tuple[str, str]:
-    if any(field in record for field in ID_FIELDS):
-        return document_of(record)
-    return "", text_in(record)
+    record = {name: value for name, value in record.items() if name not in ID_FIELDS or value is not None}
+    return document_of(record) if any(field in record for field in ID_FIELDS) else ("", text_in(record))
 
 
 def pick_documents(path: str | Path, ids: Sequence[str]) -> Ranked:

@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from st_aggretriever.readers.documents import document_of
 from st_aggretriever.readers.judged import JudgedSource
 from st_aggretriever.readers.qrels import read_qrels_file
 from st_aggretriever.readers.store import BadRows, Passages
-from st_aggretriever.readers.text import find_text, id_of, join_title, read_jsonl, text_of
+from st_aggretriever.readers.text import find_text, read_jsonl
 
 
 def read_corpus(folder: str | Path) -> Iterator[tuple[str, str]]:
@@ -19,7 +20,7 @@ def read_corpus(folder: str | Path) -> Iterator[tuple[str, str]]:
         FileNotFoundError: no corpus file.
         ValueError: a bad line (see :func:`read_jsonl`), a line with neither title nor text, an id that came before.
     """
-    return read_jsonl(find_text(folder, "corpus.jsonl"), _Records(("text", "title")))
+    return read_jsonl(find_text(folder, "corpus.jsonl"), _Records(titles=True))
 
 
 def read_queries(folder: str | Path) -> dict[str, str]:
@@ -29,7 +30,7 @@ def read_queries(folder: str | Path) -> dict[str, str]:
         FileNotFoundError: no queries file.
         ValueError: a bad line (see :func:`read_jsonl`), a line without text, an id that came before.
     """
-    return dict(read_jsonl(find_text(folder, "queries.jsonl"), _Records(("text",))))
+    return dict(read_jsonl(find_text(folder, "queries.jsonl"), _Records(titles=False)))
 
 
 def read_qrels(folder: str | Path, split: str, query_ids: Collection[str]) -> dict[str, dict[str, int]]:
@@ -43,23 +44,18 @@ def read_qrels(folder: str | Path, split: str, query_ids: Collection[str]) -> di
 
 
 class _Records:
-    """Parses ``{"_id", *fields}`` into ``(id, text)`` and remembers the ids, to refuse the second of a kind."""
+    """Parses records into ``(id, text)`` and remembers the ids, to refuse the second of a kind."""
 
-    def __init__(self, fields: tuple[str, ...]) -> None:
-        self.fields = fields
+    def __init__(self, *, titles: bool) -> None:
+        self.titles = titles
         self.seen: set[str] = set()
 
     def __call__(self, record: dict[str, Any]) -> tuple[str, str]:
-        key = id_of(record, "_id")
+        key, text = document_of(record, titles=self.titles)
         if key in self.seen:
             raise ValueError(f"id {key!r} occurs a second time.")
         self.seen.add(key)
-        if not any(field in record for field in self.fields):
-            raise ValueError(
-                f"expected a field {' or '.join(map(repr, self.fields))}, got {', '.join(map(repr, record))}."
-            )
-        title = text_of(record, "title") if "title" in self.fields else ""
-        return key, join_title(title, text_of(record, "text"))
+        return key, text
 
 
 def _qrels_path(folder: Path, split: str) -> Path:

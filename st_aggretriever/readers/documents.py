@@ -19,8 +19,8 @@ def document_of(record: Mapping[str, Any], *, titles: bool = True) -> tuple[str,
     Raises:
         ValueError: No id, neither text nor title, or one of another type.
     """
-    text = text_in(record, titles=titles)
-    return id_of(record, next((field for field in ID_FIELDS if field in record), ID_FIELDS[0])), text
+    key = id_of(record, next((field for field in ID_FIELDS if field in record), ID_FIELDS[0]))
+    return key, text_in(record, titles=titles)
 
 
 def text_in(record: Mapping[str, Any], *, titles: bool = True) -> str:

@@ -37,6 +37,8 @@ def read_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{path} line {number}: id {key!r} occurs a second time.")
         seen.add(key)
         yield key, text
+    if not seen:
+        raise ValueError(f"{path} holds no text.")
 
 
 def open_training(folder: str | Path, split: str, bad: BadRows) -> JudgedSource:

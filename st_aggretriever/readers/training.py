@@ -150,6 +150,11 @@ class TrainingData:
         # By its arguments: for processes that are spawned, and for the fingerprint that `datasets` makes.
         return _reopen, (*self.opened_with, self.epoch, self._rows, self._teacher)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all rows that were read."""
+        return self._rows is None
+
     def subset(self, rows: Sequence[int]) -> TrainingData:
         """Some of the rows, by their numbers; each draws what it draws here."""
         return self.only([self._number(row) for row in rows])
@@ -294,6 +299,8 @@ class TrainingData:
             )  # fmt: skip
             self._rows = np.setdiff1d(np.arange(len(counts)), short)
             self.counts = self._count(self._rows)
+        elif drop_short and len(short):
+            raise ValueError(f"train: no row in {', '.join(self.counts)} has {wanted} negatives. Lower --negatives.")
         elif len(short):
             raise ValueError(
                 self._too_few(int(short[0]), int(counts[short[0]]), "as in the first row" if exact else "or more")
@@ -301,7 +308,7 @@ class TrainingData:
 
     def _too_few(self, row: int, found: int, how: str) -> str:
         source, local = self._locate(row)
-        advice = "--negatives N draws N of each row's for every epoch."
+        advice = "--negatives N draws N of each row's for every epoch; --drop-short leaves rows with fewer out."
         if isinstance(source, JudgedSource):
             advice = (
                 "Lower --negatives, leave such rows out by --drop-short, or remove the row's lines; one with the "

@@ -129,12 +129,15 @@ def load_index(path: str | Path, folder: VectorFolder) -> Built:
                 f"{path} was built from other vectors than {folder.folder} holds: another model, setting or texts."
                 " Build it again by --index-factory."
             )
-        if header.get("ends_with") == "sha256" and not _is_whole(file):  # the first files had no sum
+        summed = header.get("ends_with") == "sha256"  # the first files had no sum
+        if summed and not _is_whole(file):
             raise ValueError(f"{path} is damaged (its checksum differs). Build it again by --index-factory.")
         try:
             index = faiss.read_index(faiss.PyCallbackIOReader(file.read, CHUNK))
         except (RuntimeError, MemoryError) as error:
             raise ValueError(f"{path} is damaged ({faiss_reason(error)}). Build it again by --index-factory.") from None
+        if not summed and file.read(1):
+            raise ValueError(f"{path} is damaged (it goes on after the index). Build it again by --index-factory.")
     ids = [key for record in _records(folder) for key in json.loads(record)["ids"]]
     if index.ntotal != len(ids) or index.d != folder.dimension:
         raise ValueError(

@@ -89,7 +89,11 @@ class VectorWriter:
         self.manifest = _whole(manifest, dtype, files)
         self.dtype, self.files = dtype, files
         claim_partial(self.partial, FORMAT)
-        self._lock: IO[Any] | None = lock_folder(self.partial)
+        try:
+            self._lock: IO[Any] | None = lock_folder(self.partial)
+        except FileNotFoundError:  # its writer has finished just now
+            check_output(self.folder)
+            raise
         try:
             self._start()
         except BaseException:
