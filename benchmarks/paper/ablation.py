@@ -43,20 +43,7 @@ def make(scale: Scale) -> Table:
         seeds=scale.seeds,
         collections=[c.name for c in scale.collections if scale.name != "full" or c.domain == "in-domain"],
         published=published.ABLATION,
-        notes=(
-            "All rows have the [CLS] part of 128 dimensions but AVERAGE; unpruned lexical weights have one dimension a "
-            "term beside it.",
-            "Slices are strided: agg* puts neighbours in the vocabulary into one slice, agg+ ids D apart. So agg* "
-            "against agg+ compares the sign's rule and which terms share a slice at once; dimensions.py has both "
-            "apart, without training.",
-            *(
-                [
-                    "Rows without the MLM head see three times the pairs of the others in about the same time: by its "
-                    "margin no MLM head is compared with AGG after equal time, not equal pairs."
-                ]
-                * (scale.steps[0] > 0)
-            ),
-        ),
+        notes=tuple(notes),
     )
 
 
