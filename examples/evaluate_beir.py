@@ -49,8 +49,9 @@ def evaluate(args: argparse.Namespace) -> None:
     folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in args.data))
     sums = {folder: data_checksums(folder, args.split) for folder in folders}  # before the model loads
     names = {folder: name.replace("/", "-") for folder, name in short_names(folders).items()}
-    if len(set(names.values())) < len(names):
-        raise ValueError(f"two of the folders would both be called {max(names.values())}. Rename one.")
+    twice = [name for name in names.values() if list(names.values()).count(name) > 1]
+    if twice:
+        raise ValueError(f"two of the folders would both be called {twice[0]}. Rename one.")
     args.output.mkdir(parents=True, exist_ok=True)
     model: Any = load_aggretriever(args.model)
     set_lengths(model, args.query_length, args.document_length)

@@ -33,7 +33,7 @@ PAPER: dict[str, Any] = {
     "epochs": 3,
     "batch_size": 8,
     "negatives": 7,
-    "drop_short": True,  # of a few queries BM25 finds no seven passages more
+    "drop_short": True,  # a query of which BM25 found fewer is left out
     "learning_rate": 5e-6,
     "head_learning_rate": 5e-6,
     "warmup_ratio": 0.1,

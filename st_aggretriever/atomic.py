@@ -152,11 +152,12 @@ def _is_at(path: Path, file: IO[Any]) -> bool:
         return False
 
 
-def lock_file(path: Path, busy: str) -> IO[Any]:
+def lock_file(path: Path, busy: str, tries: int = 3) -> IO[Any]:
     """The open file whose lock this process now holds; it ends when that is closed, or with the process.
 
     Args:
         busy: What to say where another process holds it.
+        tries: How often to lock it anew where the file that was locked bears that name no more.
 
     Raises:
         BlockingIOError: Another one holds it.
@@ -166,17 +167,16 @@ def lock_file(path: Path, busy: str) -> IO[Any]:
     except ImportError:  # Windows: no lock; an open file there would keep its folder from being renamed
         path.touch()
         return open(os.devnull, "w")
-    for again in (True, True, False):
-        file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise BlockingIOError(f"{busy}. Wait until it has ended, or name another output.") from None
-        except OSError as error:  # a file system that knows no locks
-            logger.warning("%s: no lock here (%s). Don't let two processes write it.", path.parent, error.strerror)
-            return file
-        if not again or _is_at(path, file):
-            return file
-        file.close()  # of a file that its holder has just removed: others would lock a new one
-    raise AssertionError("the last round returns")
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BlockingIOError(f"{busy}. Wait until it has ended, or name another output.") from None
+    except OSError as error:  # a file system that knows no locks
+        logger.warning("%s: no lock here (%s). Don't let two processes write it.", path.parent, error.strerror)
+        return file
+    if tries > 1 and not _is_at(path, file):  # its holder has just removed it: others would lock a new one
+        file.close()
+        return lock_file(path, busy, tries - 1)
+    return file

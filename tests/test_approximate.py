@@ -150,7 +150,9 @@ def test_an_index_of_other_vectors_or_a_damaged_one_is_refused(folder: VectorFol
     path.write_bytes(older)
     assert load_index(path, folder).ids == folder.load()[0]
     for damaged, sentence in ((content[:-7], "is damaged"), (flipped[0], "is damaged"), (flipped[1], "is damaged"),
-                              (older[:-7], "is damaged"), (b"{}\n" + content, "is no index"),
+                              (older[:-7], "is damaged"),
+                              (content.replace(b"ends_with", b"ends_wiht"), "is damaged"),
+                              (b"{}\n" + content, "is no index"),
                               (b"", "is no index"), (b"\xff" * 99, "is no index")):  # fmt: skip
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=sentence):

@@ -214,11 +214,16 @@ def refresh(scale: Scale, results: Path, new: dict[str, Any] | None = None) -> N
     report.write_summary(scale.name, findings_of(scale), judged, results)
 
 
+def _names(table: Table) -> dict[Model, str]:
+    """What a model is called: by the first row that shows its whole vectors, else by its first."""
+    whole = [row for row in table.rows if row.view == "all"]
+    return {row.model: row.name for row in reversed([*whole, *table.rows])}
+
+
 def _curves(runner: Runner, table: Table) -> list[dict[str, Any]]:
     """Of each trained model and seed what its training was: rate, factor, steps, dev curve."""
     kept = []
-    whole = [row for row in table.rows if row.view == "all"]
-    names_of = {row.model: row.name for row in reversed([*whole, *table.rows])}
+    names_of = _names(table)
     for model in distinct([row.model for row in table.rows if row.model.trained]):
         for seed in table.seeds:
             record = runner.record(model, seed).get("training", {})
@@ -272,8 +277,7 @@ def _plain(table: Table) -> list[Model]:
 
 def _sweep_notes(runner: Runner, table: Table) -> list[str]:
     """The dev figures of the sweep's whole runs, between which the learning rate was chosen."""
-    whole = [row for row in table.rows if row.view == "all"]
-    names_of = {row.model: row.name for row in reversed([*whole, *table.rows])}
+    names_of = _names(table)
     said = []
     for model in _plain(table):
         tried = runner.choose(model)["tried"][-len(runner.scale.rates) :]
