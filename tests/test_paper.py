@@ -386,6 +386,17 @@ def test_the_summary_of_findings_is_the_tables_json(paper: SimpleNamespace, tmp_
     assert (tmp_path / "FINDINGS-mini.md").read_text() == (PAPER / "results" / "FINDINGS-mini.md").read_text()
 
 
+def test_nothing_of_a_plot_is_cut_off(paper: SimpleNamespace, tmp_path: Path) -> None:
+    from matplotlib import image
+
+    rows = [{"name": "a row of some words " * 3, "cells": {"mean": {"mean": 0.5, "sd": 0.1}}}]
+    grid = {"plots": {"mean": "a title of many words " * 8}, "rows": rows}
+    paper.report.draw({"scale": "mini", "grids": [grid]}, tmp_path / "plot.png")
+    pixels = image.imread(tmp_path / "plot.png")[:, :, :3]  # (height, width, RGB)
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge == 1).all()  # white
+
+
 def test_means_come_from_the_figures_of_each_query(paper: SimpleNamespace, twice: Any, small: Any) -> None:
     row = small.rows[1]
     figures = twice.again.record(row.model, 0)["figures"][row.view]

@@ -135,7 +135,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_title(f"{title} ({result['scale']})", fontsize=9)
     figure.tight_layout()
     with replacing(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
+        figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
 
 
